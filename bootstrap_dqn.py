@@ -77,8 +77,6 @@ eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch
 learning_rate > 0; 0 <= gamma <= 1; 0 < tau <= 1; 0 <= end_epsilon <= start_epsilon <= 1; 0 < epsilon_decay <= 1
 num_nets >= 1; 0 < mask_prob <= 1; prior_scale >= 0; batch_size / mask_prob <= buffer_size
 """
-
-
 SCRIPT = Path(__file__).name
 
 
@@ -133,7 +131,7 @@ class EnsembleQNetwork(nn.Module):
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
-        self.prior_scale = args.prior_scale
+        self.prior_scale = args.prior_scale * (args.num_nets > 1)
         self.net = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, num_actions)
         self.prior = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, num_actions).requires_grad_(False)
 
@@ -173,12 +171,13 @@ class ReplayBuffer:
             array[: self.size] = state[name].numpy()
 
 
-# ---------------------------------------------------------------------------- losses
+# ---------------------------------------------------------------------------- uncertainty
 def uniform_weights(mask: torch.Tensor) -> torch.Tensor:
     """The weights of a mean over each member's unmasked samples."""
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
+# ---------------------------------------------------------------------------- losses
 def bootstrap_dqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args):
     """L2 loss of a minibatch, summed over the members, which share no parameters (Alg. 1, lines 11-18)."""
     mask = batch.mask.T  # (N, K)
@@ -189,9 +188,8 @@ def bootstrap_dqn_loss(network: nn.Module, target_network: nn.Module, batch: Sim
         # Lines 14-15: each member's own greedy action a' and its target.
         target_mean = target_network(batch.next_observation).amax(-1)  # (N, K)
         target = batch.reward + args.gamma * (1 - batch.terminated) * target_mean
-        # Line 17: the weights of the unmasked samples.
         weight = uniform_weights(mask)
-    # Line 18: L2.
+    # Lines 17-18: L2 over the unmasked samples.
     loss = (weight * (mean - target) ** 2).sum()
     metrics = {
         "losses/q_values": mean.mean,
@@ -207,13 +205,8 @@ def make_discrete_env(env_id: str, **kwargs: Any) -> gym.Env:
         refuse(f"the environment {env_id} cannot be made: {error}")
     if isinstance(env.action_space, gym.spaces.Box):
         refuse(f"{env_id} has continuous actions: use sac.py, ensemble_sac.py, sunrise.py or ivsac.py for it")
-    spaces = (env.action_space, env.observation_space)
-    if (
-        [type(space) for space in spaces] != [gym.spaces.Discrete, gym.spaces.Box]
-        or spaces[0].start
-        or spaces[1].shape[1:]
-    ):
-        refuse(f"{env_id} has the spaces {spaces}: it needs Discrete(n) actions and Box observations with one axis")
+    if not isinstance(env.action_space, gym.spaces.Discrete) or len(env.observation_space.shape or ()) != 1:
+        refuse(f"{env_id} has no Discrete actions or no flat observations: {env.action_space}, {env.observation_space}")
     return env
 
 
@@ -274,10 +267,9 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=args.resume)
             self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when this process dies
-        except FileExistsError:
-            refuse(f"{self.folder} exists: choose another --run-name, or continue that run with --resume")
         except OSError as error:
-            refuse(f"{self.folder} cannot be written, or another process is writing it: {error}")
+            why = "it exists (--resume continues it), another process is writing it, or it cannot be written"
+            refuse(f"{self.folder} cannot be the folder of this run, as {why}: {error}")
         self.progress, size = (0, 0, []), 0  # global step, episode, evaluation returns
         if (self.folder / "checkpoint.pt").exists():
             state = load_checkpoint(self.folder, args, parts)
@@ -319,8 +311,8 @@ class Run:
         if final or progress[0] - self.progress[0] >= self.args.checkpoint_every:
             state = {name: part.state_dict() for name, part in self.parts.items()}
             state |= {"script": SCRIPT, "env_id": self.args.env_id, "progress": progress, "size": self.metrics.tell()}
-            state |= {"numpy_rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state()}
-            state |= {"cuda_rng": torch.cuda.get_rng_state_all()}
+            state |= {"numpy_rng": self.rng.bit_generator.state}
+            state |= {"torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()}
             self.replace("checkpoint.pt", lambda file: torch.save(state, file))
             self.progress = progress
         if final:
@@ -329,10 +321,10 @@ class Run:
 
     def save_config(self, status: str) -> None:
         commit = os.popen(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD 2>/dev/null").read().strip()
-        versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
+        versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)} | {"python": sys.version}
         config = {"script": SCRIPT, "status": status, "args": asdict(self.args), "git_commit": commit}
-        config |= {"versions": {"python": sys.version.split()[0]} | versions}
-        self.replace("config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
+        content = json.dumps(config | {"versions": versions}, indent=2).encode()
+        self.replace("config.json", lambda file: file.write(content))
 
     def replace(self, name: str, write: Callable) -> None:
         """Write a file anew: should the process die, the old one or the new one is there, whole."""
@@ -348,8 +340,7 @@ class Run:
 
 if __name__ == "__main__":
     args = parse_args()
-    if args.num_nets == 1:
-        args.mask_prob, args.prior_scale = 1.0, 0.0  # a single network needs neither
+    mask_prob = args.mask_prob if args.num_nets > 1 else 1.0  # a single network has no mask and no prior
     env_seed = args.seed if args.env_seed is None else args.env_seed
     rng = np.random.default_rng(args.seed)
     torch.manual_seed(args.seed)
@@ -368,24 +359,24 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(args.buffer_size, device, **transition)
     parts = {"network": network, "target_network": target_network, "optimizer": optimizer, "buffer": buffer}
 
-    def evaluate_vote(episode: int) -> float:
-        """The return of an evaluation episode, acting by majority vote."""
+    def evaluation_return(episode: int) -> float:
         vote_rng = np.random.default_rng([args.seed, episode])
         policy = lambda observation: majority_vote(member_actions(network, observation, device), vote_rng)
         return evaluate(eval_env, policy, episode_seed(env_seed, episode, 1))
 
     if args.evaluate:
         load_checkpoint(Path(args.evaluate), args, {"network": network})
-        returns = [evaluate_vote(i) for i in range(args.eval_episodes)]
+        returns = [evaluation_return(i) for i in range(args.eval_episodes)]
         print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
         sys.exit()
     run = Run(args, parts, rng)
     global_step, episode, eval_returns = run.progress
     if args.capture_video:
         eval_env = gym.wrappers.RecordVideo(eval_env, str(run.folder / "videos"), name_prefix=f"from-episode-{episode}")
-    # Alg. 1 and 2, line 2: for each episode.
+    # Line 2: for each episode.
     while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):
         observation, _ = env.reset(seed=episode_seed(env_seed, episode))
+        require_finite(global_step, observation=observation)
         # Line 3: one member acts for the whole episode.
         member = rng.integers(args.num_nets)
         epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**episode)
@@ -399,13 +390,13 @@ if __name__ == "__main__":
             global_step += 1
             require_finite(global_step, observation=next_observation, reward=reward)
             # Lines 7-9: store with a Bernoulli mask. A truncated episode did not terminate: its last target bootstraps.
-            mask = rng.random(args.num_nets) < args.mask_prob
+            mask = rng.random(args.num_nets) < mask_prob
             buffer.add(observation, action, next_observation, reward, terminated, mask)
             observation, done = next_observation, terminated or truncated
             episodic_return, episodic_length = episodic_return + float(reward), episodic_length + 1
-            # From line 10: a gradient step for every member, and the soft update of its target.
+            # From line 10: a gradient step for each network, and the soft update of its target.
             if global_step > args.learning_starts:
-                batch = buffer.sample(round(args.batch_size / args.mask_prob), rng)
+                batch = buffer.sample(round(args.batch_size / mask_prob), rng)
                 loss, metrics = bootstrap_dqn_loss(network, target_network, batch, args)
                 require_finite(global_step, loss=loss.item())
                 optimizer.zero_grad()
@@ -420,7 +411,7 @@ if __name__ == "__main__":
             row = {"charts/episode": episode, "charts/episodic_return": episodic_return}
             row |= {"charts/episodic_length": episodic_length, "charts/epsilon": epsilon}
             if args.eval_every and episode % args.eval_every == 0:
-                eval_returns = [*eval_returns, evaluate_vote(episode)][-100:]
+                eval_returns = [*eval_returns, evaluation_return(episode)][-100:]
                 row |= {"charts/eval_return": eval_returns[-1], "charts/eval_return_mean100": np.mean(eval_returns)}
             run.log(global_step, row)
             run.checkpoint(global_step, episode, eval_returns)

@@ -1,7 +1,7 @@
 """DQN: deep Q-learning with a replay buffer and a soft-updated target network (paper Sec. 3.1; Mnih et al., 2013).
 
 One network learns Q by regression on its own TD targets, which a slowly following copy of it predicts. In training the
-actions are epsilon-greedy; in evaluation they are greedy.
+actions are epsilon-greedy; in evaluation they are greedy. Line numbers refer to Algorithm 1, whose case N = 1 this is.
 
     python dqn.py --env-id LunarLander-v3 --seed 1
 """
@@ -74,8 +74,6 @@ eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch
 learning_rate > 0; 0 <= gamma <= 1; 0 < tau <= 1; 0 <= end_epsilon <= start_epsilon <= 1; 0 < epsilon_decay <= 1
 batch_size <= buffer_size
 """
-
-
 SCRIPT = Path(__file__).name
 
 
@@ -108,18 +106,16 @@ def parse_args() -> Args:
 
 
 # ---------------------------------------------------------------------------- networks
-class QNetwork(nn.Sequential):
-    """An MLP with two hidden ReLU layers, from an observation to the Q-value of each action."""
+class QNetwork(nn.Module):
+    """An MLP with two hidden ReLU layers."""
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
-        hidden = args.hidden_size
-        super().__init__(
-            nn.Linear(num_inputs, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, num_actions),
-        )
+        super().__init__()
+        first, second = nn.Linear(num_inputs, args.hidden_size), nn.Linear(args.hidden_size, args.hidden_size)
+        self.net = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(args.hidden_size, num_actions))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.net(observation)  # (K, A)
 
 
 # ---------------------------------------------------------------------------- replay buffer
@@ -175,13 +171,8 @@ def make_discrete_env(env_id: str, **kwargs: Any) -> gym.Env:
         refuse(f"the environment {env_id} cannot be made: {error}")
     if isinstance(env.action_space, gym.spaces.Box):
         refuse(f"{env_id} has continuous actions: use sac.py, ensemble_sac.py, sunrise.py or ivsac.py for it")
-    spaces = (env.action_space, env.observation_space)
-    if (
-        [type(space) for space in spaces] != [gym.spaces.Discrete, gym.spaces.Box]
-        or spaces[0].start
-        or spaces[1].shape[1:]
-    ):
-        refuse(f"{env_id} has the spaces {spaces}: it needs Discrete(n) actions and Box observations with one axis")
+    if not isinstance(env.action_space, gym.spaces.Discrete) or len(env.observation_space.shape or ()) != 1:
+        refuse(f"{env_id} has no Discrete actions or no flat observations: {env.action_space}, {env.observation_space}")
     return env
 
 
@@ -235,10 +226,9 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=args.resume)
             self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when this process dies
-        except FileExistsError:
-            refuse(f"{self.folder} exists: choose another --run-name, or continue that run with --resume")
         except OSError as error:
-            refuse(f"{self.folder} cannot be written, or another process is writing it: {error}")
+            why = "it exists (--resume continues it), another process is writing it, or it cannot be written"
+            refuse(f"{self.folder} cannot be the folder of this run, as {why}: {error}")
         self.progress, size = (0, 0, []), 0  # global step, episode, evaluation returns
         if (self.folder / "checkpoint.pt").exists():
             state = load_checkpoint(self.folder, args, parts)
@@ -280,8 +270,8 @@ class Run:
         if final or progress[0] - self.progress[0] >= self.args.checkpoint_every:
             state = {name: part.state_dict() for name, part in self.parts.items()}
             state |= {"script": SCRIPT, "env_id": self.args.env_id, "progress": progress, "size": self.metrics.tell()}
-            state |= {"numpy_rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state()}
-            state |= {"cuda_rng": torch.cuda.get_rng_state_all()}
+            state |= {"numpy_rng": self.rng.bit_generator.state}
+            state |= {"torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()}
             self.replace("checkpoint.pt", lambda file: torch.save(state, file))
             self.progress = progress
         if final:
@@ -290,10 +280,10 @@ class Run:
 
     def save_config(self, status: str) -> None:
         commit = os.popen(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD 2>/dev/null").read().strip()
-        versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
+        versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)} | {"python": sys.version}
         config = {"script": SCRIPT, "status": status, "args": asdict(self.args), "git_commit": commit}
-        config |= {"versions": {"python": sys.version.split()[0]} | versions}
-        self.replace("config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
+        content = json.dumps(config | {"versions": versions}, indent=2).encode()
+        self.replace("config.json", lambda file: file.write(content))
 
     def replace(self, name: str, write: Callable) -> None:
         """Write a file anew: should the process die, the old one or the new one is there, whole."""
@@ -320,44 +310,45 @@ if __name__ == "__main__":
 
     network = QNetwork(env.observation_space.shape[0], int(env.action_space.n), args).to(device)
     target_network = copy.deepcopy(network).requires_grad_(False)
-    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, fused=True)
+    optimizer = torch.optim.Adam(network.net.parameters(), lr=args.learning_rate, fused=True)
     observation, scalar = np.zeros(env.observation_space.shape, np.float32), np.float32(0)
     transition = {"observation": observation, "action": np.int64(0), "next_observation": observation}
     transition |= {"reward": scalar, "terminated": scalar}
     buffer = ReplayBuffer(args.buffer_size, device, **transition)
     parts = {"network": network, "target_network": target_network, "optimizer": optimizer, "buffer": buffer}
 
-    def evaluate_greedy(episode: int) -> float:
-        """The return of an evaluation episode, acting greedily."""
+    def evaluation_return(episode: int) -> float:
         policy = lambda observation: greedy_action(network, observation, device)
         return evaluate(eval_env, policy, episode_seed(env_seed, episode, 1))
 
     if args.evaluate:
         load_checkpoint(Path(args.evaluate), args, {"network": network})
-        returns = [evaluate_greedy(i) for i in range(args.eval_episodes)]
+        returns = [evaluation_return(i) for i in range(args.eval_episodes)]
         print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
         sys.exit()
     run = Run(args, parts, rng)
     global_step, episode, eval_returns = run.progress
     if args.capture_video:
         eval_env = gym.wrappers.RecordVideo(eval_env, str(run.folder / "videos"), name_prefix=f"from-episode-{episode}")
+    # Line 2: for each episode.
     while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):
         observation, _ = env.reset(seed=episode_seed(env_seed, episode))
+        require_finite(global_step, observation=observation)
         epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**episode)
         episodic_return, episodic_length, done = 0.0, 0, False
         while not done and global_step < args.total_timesteps:
-            # Act.
+            # Lines 5-6: act.
             action = int(rng.integers(env.action_space.n))
             if rng.random() >= epsilon:
                 action = greedy_action(network, observation, device)
             next_observation, reward, terminated, truncated, _ = env.step(action)
             global_step += 1
             require_finite(global_step, observation=next_observation, reward=reward)
-            # Store. A truncated episode did not terminate: its last target bootstraps.
+            # Lines 8-9: store. A truncated episode did not terminate: its last target bootstraps.
             buffer.add(observation, action, next_observation, reward, terminated)
             observation, done = next_observation, terminated or truncated
             episodic_return, episodic_length = episodic_return + float(reward), episodic_length + 1
-            # A gradient step, and the soft update of the target.
+            # From line 10: a gradient step for each network, and the soft update of its target.
             if global_step > args.learning_starts:
                 batch = buffer.sample(args.batch_size, rng)
                 loss, metrics = dqn_loss(network, target_network, batch, args)
@@ -365,7 +356,7 @@ if __name__ == "__main__":
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                torch._foreach_lerp_(list(target_network.parameters()), list(network.parameters()), args.tau)
+                torch._foreach_lerp_(list(target_network.net.parameters()), list(network.net.parameters()), args.tau)
                 if global_step % args.log_every == 0:
                     run.log(global_step, {"losses/loss": loss.item()} | {k: v().item() for k, v in metrics.items()})
             run.tick(global_step)
@@ -374,7 +365,7 @@ if __name__ == "__main__":
             row = {"charts/episode": episode, "charts/episodic_return": episodic_return}
             row |= {"charts/episodic_length": episodic_length, "charts/epsilon": epsilon}
             if args.eval_every and episode % args.eval_every == 0:
-                eval_returns = [*eval_returns, evaluate_greedy(episode)][-100:]
+                eval_returns = [*eval_returns, evaluation_return(episode)][-100:]
                 row |= {"charts/eval_return": eval_returns[-1], "charts/eval_return_mean100": np.mean(eval_returns)}
             run.log(global_step, row)
             run.checkpoint(global_step, episode, eval_returns)

@@ -88,8 +88,6 @@ learning_rate > 0; 0 <= gamma <= 1; 0 < tau <= 1; 0 <= end_epsilon <= start_epsi
 num_nets >= 1; 0 < mask_prob <= 1; prior_scale >= 0; batch_size / mask_prob <= buffer_size
 0 < mebs_ratio <= 1; xi is None or xi >= 0; loss_attenuation_weight >= 0; sunrise_temperature >= 0; uwac_beta > 0
 """
-
-
 SCRIPT = Path(__file__).name
 
 
@@ -144,7 +142,7 @@ class VarEnsembleQNetwork(nn.Module):
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
-        self.num_actions, self.prior_scale = num_actions, args.prior_scale
+        self.num_actions, self.prior_scale = num_actions, args.prior_scale * (args.num_nets > 1)
         self.net = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, (1 + args.variance_heads) * num_actions)
         self.prior = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, num_actions).requires_grad_(False)
 
@@ -203,10 +201,10 @@ def effective_batch_size(weight: torch.Tensor) -> torch.Tensor:
 def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
     """The smallest xi >= 0 with EBS >= MEBS, for all members at once (Eq. 2): (N, K) -> (N, 1).
 
-    ln(EBS / (n - EBS)) over ln xi is close to a straight line: Newton's method, with bisection where it would leave
-    the bracket. EBS >= MEBS always holds at `high`, where at the end it exceeds MEBS by one part in a million at most.
+    Newton's method on ln(EBS / (n - EBS)) over ln xi, close to a straight line, with bisection where it would leave the
+    bracket. EBS >= MEBS always holds at `high`, and at the end by one part in a million at most.
     """
-    zero, tolerance, max_steps = 1e-90, 1e-6, 200  # `zero` stands for xi = 0 and keeps every weight finite
+    zero, tolerance = 1e-90, 1e-6  # `zero` stands for xi = 0 and keeps every weight finite
     count = np.maximum(mask.sum(-1, keepdims=True), 1)
     mebs = np.minimum(mebs_ratio * count, count - 1)
     scale = np.where(mask, variance, 0).max(-1, keepdims=True) + zero
@@ -214,7 +212,7 @@ def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.n
     odds = mebs / (count - mebs)
     low, high = np.full_like(odds, zero), 0.5 * np.sqrt(odds)  # `high` is enough, by Kantorovich's inequality
     xi = low
-    for _ in range(max_steps):
+    for _ in range(200):
         weight = 1 / (noise + xi)
         square = weight * weight
         total, squares, cubes = (x.sum(-1, keepdims=True) for x in (weight, square, square * weight))
@@ -265,16 +263,6 @@ def biv_weights(variance: torch.Tensor, mask: torch.Tensor, xi: torch.Tensor) ->
     return weight / weight.sum(-1, keepdim=True).clamp_min(1)
 
 
-def sunrise_weights(variance: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
-    """SUNRISE: a mean in which a sample weighs sigmoid(-std * T) + 0.5 (Sec. 1, App. F)."""
-    return uniform_weights(mask) * (torch.sigmoid(-variance.sqrt() * temperature) + 0.5)
-
-
-def uwac_weights(variance: torch.Tensor, mask: torch.Tensor, beta: float) -> torch.Tensor:
-    """UWAC: a mean in which a sample weighs min(beta / variance, 1.5) (App. F)."""
-    return uniform_weights(mask) * (beta / variance).clamp_max(1.5)
-
-
 # ---------------------------------------------------------------------------- losses
 def loss_attenuation(mean: torch.Tensor, log_variance: torch.Tensor, target: torch.Tensor, mask: torch.Tensor):
     """L_LA: Gaussian negative log-likelihood, averaged over the unmasked, summed over the members (Eq. 3)."""
@@ -298,33 +286,32 @@ def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNames
         next_variance = mixture_variance(next_mean, next_log_variance.exp()).gather(-1, next_action.T).T  # (N, K)
         # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
         target_variance = args.gamma**2 * (1 - batch.terminated) * next_variance
-        # Lines 24-25: the weights of the unmasked samples.
+        # The weights of the unmasked samples: lines 24-25, or those of App. F.
         xi = torch.zeros_like(target_variance[:, :1])
         if args.weighting == "biv":
             xi = choose_xi(target_variance, mask, args)
             weight = biv_weights(target_variance, mask, xi)
         elif args.weighting == "sunrise":
-            weight = sunrise_weights(next_variance, mask, args.sunrise_temperature)
+            weight = uniform_weights(mask) * (torch.sigmoid(-next_variance.sqrt() * args.sunrise_temperature) + 0.5)
         elif args.weighting == "uwac":
-            weight = uwac_weights(next_variance, mask, args.uwac_beta)
+            weight = uniform_weights(mask) * (args.uwac_beta / next_variance).clamp_max(1.5)
         else:
             weight = uniform_weights(mask)
     # Line 26: L_BIV + lambda L_LA.
-    loss = biv = (weight * (mean - target) ** 2).sum()
+    biv = (weight * (mean - target) ** 2).sum()
+    attenuation = loss_attenuation(mean, log_variance, target, mask) if args.variance_heads else torch.zeros(())
+    loss = biv + args.loss_attenuation_weight * attenuation
     metrics = {
         "losses/biv": biv.mean,
+        "losses/attenuation": attenuation.mean,
         "losses/q_values": mean.mean,
         "uncertainty/target_variance_mean": target_variance.mean,
         "uncertainty/target_variance_median": target_variance.median,
+        "uncertainty/predicted_variance_mean": lambda: log_variance.exp().mean(),
         "uncertainty/weight_max": weight.max,
         "uncertainty/effective_batch_size": lambda: effective_batch_size(weight).mean(),
         "uncertainty/xi": xi.mean,
     }
-    if args.variance_heads:
-        attenuation = loss_attenuation(mean, log_variance, target, mask)
-        loss = biv + args.loss_attenuation_weight * attenuation
-        metrics["losses/attenuation"] = attenuation.mean
-        metrics["uncertainty/predicted_variance_mean"] = lambda: log_variance.exp().mean()
     return loss, metrics
 
 
@@ -336,13 +323,8 @@ def make_discrete_env(env_id: str, **kwargs: Any) -> gym.Env:
         refuse(f"the environment {env_id} cannot be made: {error}")
     if isinstance(env.action_space, gym.spaces.Box):
         refuse(f"{env_id} has continuous actions: use sac.py, ensemble_sac.py, sunrise.py or ivsac.py for it")
-    spaces = (env.action_space, env.observation_space)
-    if (
-        [type(space) for space in spaces] != [gym.spaces.Discrete, gym.spaces.Box]
-        or spaces[0].start
-        or spaces[1].shape[1:]
-    ):
-        refuse(f"{env_id} has the spaces {spaces}: it needs Discrete(n) actions and Box observations with one axis")
+    if not isinstance(env.action_space, gym.spaces.Discrete) or len(env.observation_space.shape or ()) != 1:
+        refuse(f"{env_id} has no Discrete actions or no flat observations: {env.action_space}, {env.observation_space}")
     return env
 
 
@@ -403,10 +385,9 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=args.resume)
             self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when this process dies
-        except FileExistsError:
-            refuse(f"{self.folder} exists: choose another --run-name, or continue that run with --resume")
         except OSError as error:
-            refuse(f"{self.folder} cannot be written, or another process is writing it: {error}")
+            why = "it exists (--resume continues it), another process is writing it, or it cannot be written"
+            refuse(f"{self.folder} cannot be the folder of this run, as {why}: {error}")
         self.progress, size = (0, 0, []), 0  # global step, episode, evaluation returns
         if (self.folder / "checkpoint.pt").exists():
             state = load_checkpoint(self.folder, args, parts)
@@ -448,8 +429,8 @@ class Run:
         if final or progress[0] - self.progress[0] >= self.args.checkpoint_every:
             state = {name: part.state_dict() for name, part in self.parts.items()}
             state |= {"script": SCRIPT, "env_id": self.args.env_id, "progress": progress, "size": self.metrics.tell()}
-            state |= {"numpy_rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state()}
-            state |= {"cuda_rng": torch.cuda.get_rng_state_all()}
+            state |= {"numpy_rng": self.rng.bit_generator.state}
+            state |= {"torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()}
             self.replace("checkpoint.pt", lambda file: torch.save(state, file))
             self.progress = progress
         if final:
@@ -458,10 +439,10 @@ class Run:
 
     def save_config(self, status: str) -> None:
         commit = os.popen(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD 2>/dev/null").read().strip()
-        versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)}
+        versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)} | {"python": sys.version}
         config = {"script": SCRIPT, "status": status, "args": asdict(self.args), "git_commit": commit}
-        config |= {"versions": {"python": sys.version.split()[0]} | versions}
-        self.replace("config.json", lambda file: file.write(json.dumps(config, indent=2).encode()))
+        content = json.dumps(config | {"versions": versions}, indent=2).encode()
+        self.replace("config.json", lambda file: file.write(content))
 
     def replace(self, name: str, write: Callable) -> None:
         """Write a file anew: should the process die, the old one or the new one is there, whole."""
@@ -477,8 +458,7 @@ class Run:
 
 if __name__ == "__main__":
     args = parse_args()
-    if args.num_nets == 1:
-        args.mask_prob, args.prior_scale = 1.0, 0.0  # a single network needs neither
+    mask_prob = args.mask_prob if args.num_nets > 1 else 1.0  # a single network has no mask and no prior
     env_seed = args.seed if args.env_seed is None else args.env_seed
     rng = np.random.default_rng(args.seed)
     torch.manual_seed(args.seed)
@@ -497,24 +477,24 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(args.buffer_size, device, **transition)
     parts = {"network": network, "target_network": target_network, "optimizer": optimizer, "buffer": buffer}
 
-    def evaluate_vote(episode: int) -> float:
-        """The return of an evaluation episode, acting by majority vote."""
+    def evaluation_return(episode: int) -> float:
         vote_rng = np.random.default_rng([args.seed, episode])
         policy = lambda observation: majority_vote(member_actions(network, observation, device), vote_rng)
         return evaluate(eval_env, policy, episode_seed(env_seed, episode, 1))
 
     if args.evaluate:
         load_checkpoint(Path(args.evaluate), args, {"network": network})
-        returns = [evaluate_vote(i) for i in range(args.eval_episodes)]
+        returns = [evaluation_return(i) for i in range(args.eval_episodes)]
         print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
         sys.exit()
     run = Run(args, parts, rng)
     global_step, episode, eval_returns = run.progress
     if args.capture_video:
         eval_env = gym.wrappers.RecordVideo(eval_env, str(run.folder / "videos"), name_prefix=f"from-episode-{episode}")
-    # Alg. 1 and 2, line 2: for each episode.
+    # Line 2: for each episode.
     while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):
         observation, _ = env.reset(seed=episode_seed(env_seed, episode))
+        require_finite(global_step, observation=observation)
         # Line 3: one member acts for the whole episode.
         member = rng.integers(args.num_nets)
         epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**episode)
@@ -528,13 +508,13 @@ if __name__ == "__main__":
             global_step += 1
             require_finite(global_step, observation=next_observation, reward=reward)
             # Lines 7-9: store with a Bernoulli mask. A truncated episode did not terminate: its last target bootstraps.
-            mask = rng.random(args.num_nets) < args.mask_prob
+            mask = rng.random(args.num_nets) < mask_prob
             buffer.add(observation, action, next_observation, reward, terminated, mask)
             observation, done = next_observation, terminated or truncated
             episodic_return, episodic_length = episodic_return + float(reward), episodic_length + 1
-            # From line 10: a gradient step for every member, and the soft update of its target.
+            # From line 10: a gradient step for each network, and the soft update of its target.
             if global_step > args.learning_starts:
-                batch = buffer.sample(round(args.batch_size / args.mask_prob), rng)
+                batch = buffer.sample(round(args.batch_size / mask_prob), rng)
                 loss, metrics = ivdqn_loss(network, target_network, batch, args)
                 require_finite(global_step, loss=loss.item())
                 optimizer.zero_grad()
@@ -549,7 +529,7 @@ if __name__ == "__main__":
             row = {"charts/episode": episode, "charts/episodic_return": episodic_return}
             row |= {"charts/episodic_length": episodic_length, "charts/epsilon": epsilon}
             if args.eval_every and episode % args.eval_every == 0:
-                eval_returns = [*eval_returns, evaluate_vote(episode)][-100:]
+                eval_returns = [*eval_returns, evaluation_return(episode)][-100:]
                 row |= {"charts/eval_return": eval_returns[-1], "charts/eval_return_mean100": np.mean(eval_returns)}
             run.log(global_step, row)
             run.checkpoint(global_step, episode, eval_returns)

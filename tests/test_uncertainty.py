@@ -1,0 +1,137 @@
+"""The uncertainty maths of SPEC section 2, against Monte Carlo, brute force, scipy and torch.distributions."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ivdqn
+
+torch.manual_seed(0)
+
+
+def exact_ebs(variance: np.ndarray, xi: float) -> float:
+    """EBS by Eq. 2 in double precision; at xi = 0 its limit from above."""
+    noise = variance + xi
+    if noise.min() == 0:
+        return float((noise == 0).sum())
+    weight = noise.min() / noise
+    return weight.sum() ** 2 / (weight**2).sum()
+
+
+def minimal_ebs(count: int, ratio: float) -> float:
+    return min(ratio * count, count - 1)
+
+
+def test_mixture_variance_is_that_of_samples_from_the_mixture():
+    mean, variance = torch.randn(5, 3) * 2, torch.rand(5, 3) * 4
+    member = torch.randint(5, (400_000,))
+    samples = mean[member] + variance[member].sqrt() * torch.randn(400_000, 3)
+    assert torch.allclose(ivdqn.mixture_variance(mean, variance), samples.var(0), rtol=0.02)
+
+
+def test_mixture_variance_is_the_papers_formula():
+    mean, variance = torch.randn(5, 7, dtype=torch.double), torch.rand(5, 7, dtype=torch.double)
+    paper = (variance + mean**2).mean(0) - mean.mean(0) ** 2  # Alg. 2, lines 20-21
+    assert torch.allclose(ivdqn.mixture_variance(mean, variance), paper)
+
+
+def test_mixture_variance_is_stable_for_large_means():
+    mean = 1e6 + torch.tensor([[0.0], [1.0], [2.0]])
+    assert ivdqn.mixture_variance(mean, torch.zeros(3, 1)).item() == pytest.approx(2 / 3, rel=1e-5)
+
+
+def test_effective_batch_size_by_hand():
+    weight = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0], [0.5, 0.25, 0.25, 0.0]])
+    assert ivdqn.effective_batch_size(weight).tolist() == pytest.approx([4, 1, 1 / (0.25 + 0.0625 * 2)])
+
+
+def test_biv_weights_by_hand():
+    variance, xi = torch.tensor([[1.0, 3.0, 0.0, 7.0]]), torch.tensor([[1.0]])
+    mask = torch.tensor([[True, True, False, True]])
+    weight = ivdqn.biv_weights(variance, mask, xi)
+    raw = [1 / 2, 1 / 4, 0, 1 / 8]
+    assert weight[0].tolist() == pytest.approx([x / sum(raw) for x in raw])
+
+
+def test_biv_weights_without_variance_are_uniform_and_without_samples_zero():
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    weight = ivdqn.biv_weights(torch.zeros(2, 3), mask, torch.zeros(2, 1))
+    assert weight.tolist() == [[0.5, 0.5, 0], [0, 0, 0]]
+
+
+def test_constant_xi_is_used_as_it_is():
+    args = ivdqn.Args(xi=10.0)
+    xi = ivdqn.choose_xi(torch.rand(5, 8), torch.ones(5, 8, dtype=torch.bool), args)
+    assert xi.tolist() == [[10.0]] * 5
+
+
+hostile = st.one_of(
+    st.just(0.0),
+    st.floats(-12, 12).map(lambda power: 10.0**power),
+    st.sampled_from([1e-12, 1.0, 1e12]),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(variance=st.lists(hostile, min_size=1, max_size=40), ratio=st.floats(0.01, 1), data=st.data())
+def test_xi_guarantees_the_minimal_effective_batch_size(variance: list[float], ratio: float, data: st.DataObject):
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(variance), max_size=len(variance))))
+    variance = np.array(variance)
+    xi = ivdqn.newton_xi(variance[None], mask[None], ratio)[0, 0]
+    unmasked = variance[mask]
+    if len(unmasked) == 0:
+        assert xi == 0
+        return
+    goal = minimal_ebs(len(unmasked), ratio)
+    # EBS >= MEBS, and xi is no larger than it must be.
+    assert exact_ebs(unmasked, xi) >= goal * (1 - 1e-12)
+    assert xi == 0 or exact_ebs(unmasked, xi) <= goal * (1 + 2e-6)
+    # The single-precision weights of the loss keep the promise.
+    weight = ivdqn.biv_weights(
+        torch.tensor(variance[None], dtype=torch.float32), torch.tensor(mask[None]), torch.tensor([[xi]]).float()
+    )
+    assert weight.isfinite().all()
+    assert weight.sum().item() == pytest.approx(1, abs=1e-5)
+    assert (weight[0, ~torch.tensor(mask)] == 0).all()
+    assert ivdqn.effective_batch_size(weight).item() >= goal * (1 - 1e-4)
+
+
+def test_all_members_are_solved_at_once_as_each_alone():
+    rng = np.random.default_rng(0)
+    variance, mask = np.exp(3 * rng.standard_normal((7, 64))), rng.random((7, 64)) < 0.7
+    together = ivdqn.newton_xi(variance, mask, 0.9)[:, 0]
+    alone = [ivdqn.newton_xi(variance[[j]], mask[[j]], 0.9)[0, 0] for j in range(7)]
+    assert together.tolist() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("solver", [ivdqn.newton_xi, ivdqn.nelder_mead_xi])
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9, 0.99])
+def test_xi_is_the_root_that_scipy_finds(solver, ratio: float):
+    rng = np.random.default_rng(1)
+    variance = np.exp(2 * rng.standard_normal((4, 64)))
+    variance[:, :3] = 0
+    xi = solver(variance, np.ones((4, 64), bool), ratio)[:, 0]
+    for member in range(4):
+        gap = lambda log_xi, v=variance[member]: exact_ebs(v, math.exp(log_xi)) - minimal_ebs(64, ratio)
+        assert xi[member] == pytest.approx(math.exp(scipy.optimize.brentq(gap, -60, 60)), rel=1e-4)
+
+
+@pytest.mark.parametrize("solver", [ivdqn.newton_xi, ivdqn.nelder_mead_xi])
+def test_xi_is_zero_where_none_is_needed(solver):
+    variance = np.array([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [5.0, 0.0, 0.0, 0.0]])
+    assert solver(variance, np.ones((3, 4), bool), 0.75).tolist() == [[0.0]] * 3
+    assert solver(np.array([[3.0]]), np.array([[True]]), 0.9).tolist() == [[0.0]]
+
+
+def test_loss_attenuation_is_twice_the_normal_negative_log_likelihood():
+    mean, log_variance, target = torch.randn(3, 5, 40).double()
+    mask = torch.rand(5, 40) < 0.6
+    normal = torch.distributions.Normal(mean, torch.exp(log_variance / 2))
+    expected = -2 * normal.log_prob(target) - math.log(2 * math.pi)
+    per_member = (expected * mask).sum(-1) / mask.sum(-1)
+    assert ivdqn.loss_attenuation(mean, log_variance, target, mask).item() == pytest.approx(per_member.sum().item())
