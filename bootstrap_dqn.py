@@ -120,7 +120,7 @@ class EnsembleMLP(nn.Module):
                 self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape)
+        x = x.expand(len(self.weight1), *x.shape[-2:])
         x = torch.baddbmm(self.bias1, x, self.weight1).relu_()
         x = torch.baddbmm(self.bias2, x, self.weight2).relu_()
         return torch.baddbmm(self.bias3, x, self.weight3)
@@ -290,7 +290,7 @@ class Run:
 
     def log(self, global_step: int, row: dict[str, float]) -> None:
         row = {"global_step": global_step} | row
-        if "charts/episode" in row:
+        if any(name.startswith("charts/") for name in row):
             row["charts/SPS"] = int((global_step - self.start_step) / (time.time() - self.start_time))
             text = " ".join(f"{name[7:]}={value:.6g}" for name, value in row.items() if name.startswith("charts/"))
             print(f"step={global_step} {text}", flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
@@ -301,8 +301,8 @@ class Run:
         if self.args.track:
             self.wandb.log(row, step=global_step)
 
-    def tick(self, global_step: int) -> None:
-        self.bar.update()
+    def tick(self, global_step: int, steps: int = 1) -> None:
+        self.bar.update(steps)
         if self.signal:  # SIGTERM or Ctrl-C
             how = f"python {SCRIPT} --resume --runs-dir {self.args.runs_dir} --run-name {self.args.run_name}"
             refuse(f"stopped at step {global_step}, saved at {self.progress[0]}: go on with {how}", 128 + self.signal)

@@ -249,7 +249,7 @@ class Run:
 
     def log(self, global_step: int, row: dict[str, float]) -> None:
         row = {"global_step": global_step} | row
-        if "charts/episode" in row:
+        if any(name.startswith("charts/") for name in row):
             row["charts/SPS"] = int((global_step - self.start_step) / (time.time() - self.start_time))
             text = " ".join(f"{name[7:]}={value:.6g}" for name, value in row.items() if name.startswith("charts/"))
             print(f"step={global_step} {text}", flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
@@ -260,8 +260,8 @@ class Run:
         if self.args.track:
             self.wandb.log(row, step=global_step)
 
-    def tick(self, global_step: int) -> None:
-        self.bar.update()
+    def tick(self, global_step: int, steps: int = 1) -> None:
+        self.bar.update(steps)
         if self.signal:  # SIGTERM or Ctrl-C
             how = f"python {SCRIPT} --resume --runs-dir {self.args.runs_dir} --run-name {self.args.run_name}"
             refuse(f"stopped at step {global_step}, saved at {self.progress[0]}: go on with {how}", 128 + self.signal)

@@ -131,7 +131,7 @@ class EnsembleMLP(nn.Module):
                 self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape)
+        x = x.expand(len(self.weight1), *x.shape[-2:])
         x = torch.baddbmm(self.bias1, x, self.weight1).relu_()
         x = torch.baddbmm(self.bias2, x, self.weight2).relu_()
         return torch.baddbmm(self.bias3, x, self.weight3)
@@ -188,7 +188,7 @@ class ReplayBuffer:
 
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """Variance of an equal-weight mixture of Gaussians over the leading ensemble axis (Alg. 2, line 21)."""
+    """Variance of an equal-weight mixture of Gaussians over the leading ensemble axis (Alg. 2, line 21; Alg. 4)."""
     return variance.mean(0) + mean.var(0, unbiased=False)
 
 
@@ -243,7 +243,7 @@ def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) ->
 
 
 def choose_xi(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 24): (N, 1)."""
+    """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 24; Alg. 3, lines 22, 24)."""
     if args.xi is not None:
         return torch.full_like(variance[:, :1], args.xi)
     solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
@@ -408,7 +408,7 @@ class Run:
 
     def log(self, global_step: int, row: dict[str, float]) -> None:
         row = {"global_step": global_step} | row
-        if "charts/episode" in row:
+        if any(name.startswith("charts/") for name in row):
             row["charts/SPS"] = int((global_step - self.start_step) / (time.time() - self.start_time))
             text = " ".join(f"{name[7:]}={value:.6g}" for name, value in row.items() if name.startswith("charts/"))
             print(f"step={global_step} {text}", flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
@@ -419,8 +419,8 @@ class Run:
         if self.args.track:
             self.wandb.log(row, step=global_step)
 
-    def tick(self, global_step: int) -> None:
-        self.bar.update()
+    def tick(self, global_step: int, steps: int = 1) -> None:
+        self.bar.update(steps)
         if self.signal:  # SIGTERM or Ctrl-C
             how = f"python {SCRIPT} --resume --runs-dir {self.args.runs_dir} --run-name {self.args.run_name}"
             refuse(f"stopped at step {global_step}, saved at {self.progress[0]}: go on with {how}", 128 + self.signal)
