@@ -234,7 +234,8 @@ def ensemble_sac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Ar
     critic_loss = (weight.unsqueeze(1) * (mean - target.unsqueeze(1)) ** 2).sum()
     minimize(agent.critic_optimizer, critic_loss)
     # Line 26: the soft update of the targets.
-    torch._foreach_lerp_(list(agent.target_critic.parameters()), list(agent.critic.parameters()), args.tau)
+    with torch.no_grad():
+        torch._foreach_lerp_(list(agent.target_critic.parameters()), list(agent.critic.parameters()), args.tau)
     metrics = {"losses/critic": critic_loss.mean, "losses/actor": actor_loss.mean, "losses/q_values": mean.mean}
     metrics |= {"losses/alpha": alpha.mean, "losses/alpha_loss": alpha_loss.mean}
     return metrics
@@ -422,15 +423,16 @@ if __name__ == "__main__":
         policy = lambda observation: average_action(agent.actor, observation)
         return evaluate(eval_env, policy, episode_seed(env_seed, number, 1))
 
+    run = None if args.evaluate else Run(args, vars(agent) | {"buffer": buffer}, rng)
+    if args.capture_video:
+        folder = Path(args.evaluate or run.folder, "videos")
+        eval_env = gym.wrappers.RecordVideo(eval_env, str(folder), name_prefix=f"eval-{int(time.time())}")
     if args.evaluate:
         load_checkpoint(Path(args.evaluate), args, {"actor": agent.actor})
         returns = [evaluation_return(i) for i in range(args.eval_episodes)]
         print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
-        sys.exit()
-    run = Run(args, vars(agent) | {"buffer": buffer}, rng)
+        sys.exit(eval_env.close())
     global_step, episode, eval_returns = run.progress
-    if args.capture_video:
-        eval_env = gym.wrappers.RecordVideo(eval_env, str(run.folder / "videos"), name_prefix=f"from-episode-{episode}")
     # Line 2: for each episode.
     while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):
         observation, _ = env.reset(seed=episode_seed(env_seed, episode))
@@ -471,3 +473,4 @@ if __name__ == "__main__":
             run.log(global_step, row | {"charts/episodic_length": episodic_length})
             run.checkpoint(global_step, episode, eval_returns)
     run.checkpoint(global_step, episode, eval_returns, final=True)
+    eval_env.close()

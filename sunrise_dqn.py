@@ -359,7 +359,8 @@ if __name__ == "__main__":
 
     network = EnsembleQNetwork(env.observation_space.shape[0], int(env.action_space.n), args).to(device)
     target_network = copy.deepcopy(network).requires_grad_(False)
-    optimizer = torch.optim.Adam(network.net.parameters(), lr=args.learning_rate, fused=True)
+    parameters, target_parameters = list(network.net.parameters()), list(target_network.net.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
     observation, scalar = np.zeros(env.observation_space.shape, np.float32), np.float32(0)
     transition = {"observation": observation, "action": np.int64(0), "next_observation": observation}
     transition |= {"reward": scalar, "terminated": scalar, "mask": np.zeros(args.num_nets, bool)}
@@ -371,15 +372,16 @@ if __name__ == "__main__":
         policy = lambda observation: majority_vote(member_actions(network, observation, device), vote_rng)
         return evaluate(eval_env, policy, episode_seed(env_seed, episode, 1))
 
+    run = None if args.evaluate else Run(args, parts, rng)
+    if args.capture_video:
+        folder = Path(args.evaluate or run.folder, "videos")
+        eval_env = gym.wrappers.RecordVideo(eval_env, str(folder), name_prefix=f"eval-{int(time.time())}")
     if args.evaluate:
         load_checkpoint(Path(args.evaluate), args, {"network": network})
         returns = [evaluation_return(i) for i in range(args.eval_episodes)]
         print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
-        sys.exit()
-    run = Run(args, parts, rng)
+        sys.exit(eval_env.close())
     global_step, episode, eval_returns = run.progress
-    if args.capture_video:
-        eval_env = gym.wrappers.RecordVideo(eval_env, str(run.folder / "videos"), name_prefix=f"from-episode-{episode}")
     # Line 2: for each episode.
     while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):
         observation, _ = env.reset(seed=episode_seed(env_seed, episode))
@@ -409,7 +411,8 @@ if __name__ == "__main__":
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                torch._foreach_lerp_(list(target_network.net.parameters()), list(network.net.parameters()), args.tau)
+                with torch.no_grad():
+                    torch._foreach_lerp_(target_parameters, parameters, args.tau)
                 if global_step % args.log_every == 0:
                     run.log(global_step, {"losses/loss": loss.item()} | {k: v().item() for k, v in metrics.items()})
             run.tick(global_step)
@@ -423,3 +426,4 @@ if __name__ == "__main__":
             run.log(global_step, row)
             run.checkpoint(global_step, episode, eval_returns)
     run.checkpoint(global_step, episode, eval_returns, final=True)
+    eval_env.close()

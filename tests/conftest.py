@@ -1,5 +1,6 @@
 """Shared by all tests: the scripts as modules and as commands."""
 
+import gc
 import importlib
 import io
 import json
@@ -62,6 +63,7 @@ def call_script(name: str, *arguments: str, cwd: Path) -> SimpleNamespace:
             code = end.code or 0
     for number, handler in zip(SIGNALS, handlers, strict=True):
         signal.signal(number, handler)
+    gc.collect()  # the run's files, and with them its lock
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 

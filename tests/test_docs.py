@@ -1,0 +1,40 @@
+"""The README: its links lead to what they name, its commands parse."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = sorted(set(re.findall(r"python ((?:iv)?(?:\w*dqn|\w*sac|sunrise)\.py[^`|\n]*)", README)))
+
+
+def test_links_to_code_lead_to_the_definition_they_name():
+    links = re.findall(r"\[`(\w+)`\]\((\w+\.py)#L(\d+)\)", README)
+    assert len(links) >= 12
+    for name, file, line in links:
+        text = (ROOT / file).read_text().splitlines()[int(line) - 1]
+        assert re.match(rf"(def|class) {name}\b", text), f"{name} is not at {file}#L{line}"
+
+
+def test_every_metric_that_a_script_logs_is_explained():
+    explained = {
+        name.rstrip("*") for name in re.findall(r"`((?:charts|losses|uncertainty|exploration)/[\w*]+)`", README)
+    }
+    explained |= {"uncertainty/target_variance_median"}  # shown as `_median`
+    for path in ROOT.glob("*.py"):
+        if path.stem in ("plot", "paper_envs"):
+            continue
+        for name in re.findall(r"\"((?:charts|losses|uncertainty|exploration)/\w+)\"", path.read_text()):
+            assert name in explained or re.match(r"uncertainty/(critic|actor)_", name), f"{name} in {path.name}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command: str):
+    script, *arguments = shlex.split(command)
+    code = f"import sys; sys.argv = {[script, *arguments]!r}; import {script[:-3]} as m; m.parse_args()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    assert (ROOT / script).exists()
