@@ -151,7 +151,8 @@ class VarEnsembleQNetwork(nn.Module):
 
     def heads(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean, *heads = self.net(observation).split(self.num_actions, -1)  # each (N, K, A)
-        log_variance = heads[0] if heads else torch.full_like(mean, -math.inf)  # a sampled ensemble predicts none
+        # A sampled ensemble predicts no variance; the limits keep exp(log_variance) finite in single precision.
+        log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)
         if self.prior_scale > 0:
             mean = mean + self.prior_scale * self.prior(observation)
         return mean, log_variance

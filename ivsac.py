@@ -178,7 +178,8 @@ class VarEnsembleCritic(nn.Module):
         x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
         x = x.repeat_interleave(2, 0) if action.dim() == 3 else x
         mean, *heads = self.net(x).unflatten(0, (-1, 2)).unbind(-1)  # each (N, 2, K)
-        log_variance = heads[0] if heads else torch.full_like(mean, -math.inf)  # a sampled ensemble predicts none
+        # A sampled ensemble predicts no variance; the limits keep exp(log_variance) finite in single precision.
+        log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)
         return mean, log_variance
 
 
