@@ -291,7 +291,7 @@ class Run:
     def __init__(self, args: Args, parts: dict[str, Any], rng: np.random.Generator):
         self.args, self.parts, self.rng, self.folder = args, parts, rng, Path(args.runs_dir, args.run_name)
         try:
-            self.folder.mkdir(parents=True, exist_ok=args.resume)
+            self.folder.mkdir(parents=True, exist_ok=args.resume or not (self.folder / "config.json").exists())
             self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when this process dies
         except OSError as error:

@@ -34,6 +34,17 @@ DISCRETE_ABLATIONS = {
     "Nelder-Mead": ["--xi-solver", "nelder-mead"],
     "masks and priors": ["--mask-prob", "0.5", "--prior-scale", "10"],
 }
+CONTINUOUS = ("sac", "ensemble_sac", "sunrise", "ivsac")
+CONTINUOUS_ABLATIONS = {
+    "BIV + EnsembleSAC": ["--no-variance-heads"],
+    "L2 + VarEnsembleSAC": ["--weighting", "l2"],
+    "BIV + VarNetworkSAC": ["--num-nets", "1"],
+    "L2 + VarNetworkSAC": ["--num-nets", "1", "--weighting", "l2"],
+    "UWAC + VarEnsemble": ["--weighting", "uwac"],
+    "Sunrise + VarEnsemble": ["--weighting", "sunrise"],
+    "constant xi": ["--xi", "10"],
+    "Nelder-Mead": ["--xi-solver", "nelder-mead", "--updates-per-step", "0.2"],
+}
 
 
 def script(name: str) -> ModuleType:

@@ -155,6 +155,22 @@ def test_one_network_has_no_prior():
         assert torch.equal(network(observation), network.net(observation)[..., :ACTIONS])
 
 
+def test_an_outlying_state_leaves_the_loss_finite():
+    """Far from the data the log-variance is linear in the state, and its exponential overflows single precision."""
+    args = ivdqn.Args()
+    network, target_network = twin_networks(ivdqn, args)
+    batch = make_batch()
+    batch.next_observation[3] *= 1e4
+    batch.observation[5] *= 1e4
+    batch.terminated[3] = 1
+    with torch.no_grad():
+        assert target_network.net(batch.next_observation)[..., ACTIONS:].exp().isinf().any()
+    loss, _ = ivdqn.ivdqn_loss(network, target_network, batch, args)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in network.net.parameters())
+
+
 def test_majority_vote_and_ties():
     rng = np.random.default_rng(0)
     assert {ivdqn.majority_vote(np.array([2, 0, 2, 1, 2]), rng) for _ in range(50)} == {2}

@@ -1,0 +1,188 @@
+"""The continuous scripts as commands: what they write, how they repeat, what they refuse."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import CONTINUOUS, CONTINUOUS_ABLATIONS, call_script, read_rows, run_script, timeless
+
+TINY = ("--hidden-size", "16", "--batch-size", "16", "--num-threads", "1", "--log-every", "100", "--eval-every", "200")
+SHORT = (
+    "--env-id",
+    "Pendulum-v1",
+    "--total-timesteps",
+    "450",
+    "--learning-starts",
+    "100",
+    "--rollout-length",
+    "50",
+    *TINY,
+)
+LOSSES = ["critic", "actor", "alpha", "alpha_loss", "q_values"]
+STATISTICS = ["variance_mean", "variance_median", "weight_max", "effective_batch_size", "xi"]
+COMMANDS = [(name, []) for name in CONTINUOUS] + [("ivsac", flags) for flags in CONTINUOUS_ABLATIONS.values()]
+WRONG = [
+    (["--env-id", "CartPole-v1"], "ivdqn.py"),
+    (["--env-id", "NoSuchThing-v0"], "NoSuchThing"),
+    (["--eval-env-id", "CartPole-v1"], "dqn.py"),
+    (["--env-id", "CarRacing-v3"], "flat"),
+    (["--env-id", "goals:Goal-v0"], "flat"),
+    (["--env-id", "goals:Endless-v0"], "bounded"),
+    (["--total-timesteps", "0"], "total_timesteps >= 1"),
+    (["--policy-lr", "-1"], "policy_lr > 0"),
+    (["--q-lr", "0"], "q_lr > 0"),
+    (["--alpha-lr", "nan"], "alpha_lr > 0"),
+    (["--alpha", "0"], "alpha > 0"),
+    (["--rollout-length", "0"], "rollout_length >= 1"),
+    (["--updates-per-step", "0"], "updates_per_step > 0"),
+    (["--batch-size", "200", "--buffer-size", "100"], "buffer_size"),
+]
+WRONG_ENSEMBLE = [
+    (["--num-nets", "0"], "num_nets >= 1"),
+    (["--mask-prob", "1.5"], "0 < mask_prob <= 1"),
+    (["--ucb", "-1"], "ucb >= 0"),
+]
+GOALS = """
+import gymnasium as gym, numpy as np
+class Goal(gym.Env):
+    observation_space = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (2,))})
+    action_space = gym.spaces.Box(-1, 1, (2,))
+class Endless(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Box(-np.inf, np.inf, (2,))
+gym.register("Goal-v0", Goal)
+gym.register("Endless-v0", Endless)
+"""
+
+
+@pytest.mark.parametrize(("name", "flags"), COMMANDS)
+def test_a_short_run_writes_its_files(name: str, flags: list[str], tmp_path: Path):
+    result = call_script(name, *SHORT, "--seed", "4", "--run-name", "x", *flags, cwd=tmp_path)
+    assert result.code == 0, result.err
+    folder = tmp_path / "runs" / "x"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["script"], config["status"]) == (f"{name}.py", "finished")
+    rows = read_rows(folder)
+    episodes = [row for row in rows if "charts/episode" in row]
+    assert [row["global_step"] for row in episodes] == [200, 400]
+    evaluations = [row for row in rows if "charts/eval_return" in row]
+    assert [row["global_step"] for row in evaluations] == [200, 400]
+    updates = [row for row in rows if "losses/critic" in row]
+    assert [row["global_step"] for row in updates] == [100, 200, 300, 400]
+    expected = [f"losses/{key}" for key in LOSSES]
+    if name != "sac":
+        expected += ["exploration/ucb_std", "exploration/acting_member"]
+    if name == "sunrise":
+        expected += [f"uncertainty/critic_{key}" for key in STATISTICS[:3]]
+    if name == "ivsac":
+        expected += ["losses/critic_biv", "losses/critic_attenuation", "uncertainty/predicted_variance_mean"]
+        expected += [f"uncertainty/{part}_{key}" for part in ("critic", "actor") for key in STATISTICS]
+    assert all(key in row and np.isfinite(row[key]) for row in updates for key in expected)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_the_same_seed_gives_the_same_run(name: str, tmp_path: Path):
+    for run_name, seed in (("first", "1"), ("again", "1"), ("other", "2")):
+        assert call_script(name, *SHORT, "--seed", seed, "--run-name", run_name, cwd=tmp_path).code == 0
+    first, again, other = (timeless(tmp_path / "runs" / run_name) for run_name in ("first", "again", "other"))
+    assert first == again
+    assert first != other
+
+
+def test_without_ucb_one_member_acts_through_an_episode(tmp_path: Path):
+    arguments = (
+        *SHORT,
+        "--total-timesteps",
+        "1600",
+        "--log-every",
+        "50",
+        "--updates-per-step",
+        "0.02",
+        "--eval-every",
+        "0",
+    )
+    members = {}
+    for ucb in ("0", "10"):
+        assert call_script("ivsac", *arguments, "--ucb", ucb, "--run-name", f"ucb{ucb}", cwd=tmp_path).code == 0
+        rows = [row for row in read_rows(tmp_path / "runs" / f"ucb{ucb}") if "exploration/acting_member" in row]
+        members[ucb] = [
+            {row["exploration/acting_member"] for row in rows if (row["global_step"] - 1) // 200 == e} for e in range(8)
+        ]
+    assert all(len(acting) == 1 for acting in members["0"])
+    assert len(set.union(*members["0"])) > 1
+    assert any(len(acting) > 1 for acting in members["10"])
+
+
+def test_step_by_step_sac(tmp_path: Path):
+    assert call_script("sac", *SHORT, "--rollout-length", "1", "--run-name", "x", cwd=tmp_path).code == 0
+    updates = [row for row in read_rows(tmp_path / "runs" / "x") if "losses/critic" in row]
+    assert [row["global_step"] for row in updates] == [100, 200, 300, 400]
+
+
+def test_a_fixed_temperature_stays(tmp_path: Path):
+    assert call_script("ivsac", *SHORT, "--no-autotune", "--alpha", "0.3", "--run-name", "x", cwd=tmp_path).code == 0
+    rows = [row for row in read_rows(tmp_path / "runs" / "x") if "losses/alpha" in row]
+    assert [row["losses/alpha"] for row in rows] == pytest.approx([0.3] * 4)
+
+
+@pytest.mark.parametrize("env_id", ["Walker2d-v4", "Walker2d-v5", "Ant-v4", "Humanoid-v4", "paper_envs:MBBL-Hopper-v0"])
+def test_mujoco(env_id: str, tmp_path: Path):
+    arguments = (
+        "--total-timesteps",
+        "260",
+        "--learning-starts",
+        "200",
+        "--rollout-length",
+        "20",
+        "--updates-per-step",
+        "0.1",
+    )
+    result = call_script("ivsac", "--env-id", env_id, "--seed", "3", *arguments, *TINY, "--run-name", "x", cwd=tmp_path)
+    assert result.code == 0, result.err
+    assert any("charts/eval_return" in row for row in read_rows(tmp_path / "runs" / "x"))
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_walker2d_as_a_command(name: str, tmp_path: Path):
+    arguments = ("--total-timesteps", "230", "--learning-starts", "200", "--rollout-length", "10", "--eval-every", "0")
+    result = run_script(name, "--env-id", "Walker2d-v4", "--seed", "3", *arguments, "--batch-size", "32", cwd=tmp_path)
+    assert result.code == 0, result.err
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith(f"Walker2d-v4__{name}__3__")
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_bad_input_is_refused_in_one_sentence_before_anything_is_written(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "goals.py").write_text(GOALS)
+    monkeypatch.syspath_prepend(modules)
+    wrong = WRONG if name in ("sac", "ivsac") else WRONG[:2]  # the rest is the same text in all scripts
+    for arguments, said in [*wrong, *(WRONG_ENSEMBLE if name != "sac" else [])]:
+        result = call_script(name, *arguments, cwd=tmp_path)
+        assert result.code == 2, (arguments, result.err)
+        assert said in result.err, (arguments, result.err)
+        assert len([line for line in result.err.splitlines() if line.startswith(f"{name}.py: ")]) == 1, result.err
+        assert list(tmp_path.iterdir()) == [], arguments
+
+
+def test_video_of_a_mujoco_evaluation(tmp_path: Path):
+    arguments = (
+        "--env-id",
+        "Hopper-v5",
+        "--total-timesteps",
+        "120",
+        "--learning-starts",
+        "100",
+        "--rollout-length",
+        "20",
+    )
+    result = run_script(
+        "sac", *arguments, *TINY, "--eval-every", "60", "--capture-video", "--run-name", "x", cwd=tmp_path
+    )
+    if "osmesa" in result.err.lower() or "OSMesa" in result.err:
+        pytest.skip("OSMesa (Debian's libosmesa6) is not installed, so MuJoCo cannot render without a display")
+    assert result.code == 0, result.err
+    assert len(list((tmp_path / "runs" / "x" / "videos").glob("*.mp4"))) == 2
