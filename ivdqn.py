@@ -189,7 +189,7 @@ class ReplayBuffer:
 
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """Variance of an equal-weight mixture of Gaussians over the leading ensemble axis (Alg. 2, line 21; Alg. 4)."""
+    """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
     return variance.mean(0) + mean.var(0, unbiased=False)
 
 
@@ -244,7 +244,7 @@ def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) ->
 
 
 def choose_xi(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 24; Alg. 3, lines 22, 24)."""
+    """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 23; Alg. 3, lines 22, 24)."""
     if args.xi is not None:
         return torch.full_like(variance[:, :1], args.xi)
     solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
@@ -271,7 +271,7 @@ def loss_attenuation(mean: torch.Tensor, log_variance: torch.Tensor, target: tor
 
 
 def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args):
-    """L_IVRL of a minibatch, summed over the members, which share no parameters (Alg. 2, lines 11-26; Eq. 9)."""
+    """L_IVRL of a minibatch, summed over the members, which share no parameters (Alg. 2, lines 11-25; Eq. 10)."""
     mask = batch.mask.T  # (N, K)
     # Line 13: each member's prediction at (s, a).
     action = batch.action.expand_as(mask).unsqueeze(-1)
@@ -287,7 +287,7 @@ def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNames
         next_variance = mixture_variance(next_mean, next_log_variance.exp()).gather(-1, next_action.T).T  # (N, K)
         # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
         target_variance = args.gamma**2 * (1 - batch.terminated) * next_variance
-        # The weights of the unmasked samples: lines 24-25, or those of App. F.
+        # The weights of the unmasked samples: lines 23-24, or those of App. F.
         xi = torch.zeros_like(target_variance[:, :1])
         if args.weighting == "biv":
             xi = choose_xi(target_variance, mask, args)
@@ -298,7 +298,7 @@ def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNames
             weight = uniform_weights(mask) * (args.uwac_beta / next_variance).clamp_max(1.5)
         else:
             weight = uniform_weights(mask)
-    # Line 26: L_BIV + lambda L_LA.
+    # Line 25: L_BIV + lambda L_LA.
     biv = (weight * (mean - target) ** 2).sum()
     attenuation = loss_attenuation(mean, log_variance, target, mask) if args.variance_heads else torch.zeros(())
     loss = biv + args.loss_attenuation_weight * attenuation

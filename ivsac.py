@@ -87,7 +87,7 @@ class Args:
 RULES = """
 num_threads >= 1; total_timesteps >= 1; total_episodes is None or total_episodes >= 1; checkpoint_every >= 1
 eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch_size >= 1; hidden_size >= 1
-rollout_length >= 1; updates_per_step > 0; policy_lr > 0; q_lr > 0; alpha_lr > 0; alpha > 0
+rollout_length >= 1; rollout_length * updates_per_step >= 1; policy_lr > 0; q_lr > 0; alpha_lr > 0; alpha > 0
 0 <= gamma <= 1; 0 < tau <= 1
 num_nets >= 1; 0 < mask_prob <= 1; ucb >= 0; batch_size / mask_prob <= buffer_size
 0 < mebs_ratio <= 1; xi is None or xi >= 0; loss_attenuation_weight >= 0; sunrise_temperature >= 0; uwac_beta > 0
@@ -214,7 +214,7 @@ class ReplayBuffer:
 
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """Variance of an equal-weight mixture of Gaussians over the leading ensemble axis (Alg. 2, line 21; Alg. 4)."""
+    """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
     return variance.mean(0) + mean.var(0, unbiased=False)
 
 
@@ -269,7 +269,7 @@ def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) ->
 
 
 def choose_xi(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 24; Alg. 3, lines 22, 24)."""
+    """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 23; Alg. 3, lines 22, 24)."""
     if args.xi is not None:
         return torch.full_like(variance[:, :1], args.xi)
     solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
@@ -342,7 +342,7 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
         target_variance = args.gamma**2 * (1 - batch.terminated) * next_variance
         variance = target_variance if args.weighting == "biv" else next_variance
         weight, critic_metrics = sample_weights("critic", variance, mask, args)
-    # Lines 18 and 21-23: L_actor (Eq. 14), with the critics held fixed.
+    # Lines 18 and 21-23: L_actor (Eq. 15), with the critics held fixed.
     agent.critic.requires_grad_(False)
     action, log_prob, _ = agent.actor(batch.observation)
     with torch.no_grad():
@@ -357,7 +357,7 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
     alpha_loss = -(agent.temperature["log_alpha"] * surplus).sum()
     if args.autotune:
         minimize(agent.alpha_optimizer, alpha_loss)
-    # Lines 16 and 24-25: L_IVRL (Eq. 9) of both twins.
+    # Lines 16 and 24-25: L_IVRL (Eq. 10) of both twins.
     mean, log_variance = agent.critic.heads(batch.observation, batch.action)  # (N, 2, K)
     biv = (weight.unsqueeze(1) * (mean - target.unsqueeze(1)) ** 2).sum()
     attenuation = torch.zeros(())
@@ -538,19 +538,14 @@ if __name__ == "__main__":
     agent = SimpleNamespace(actor=EnsembleActor(num_inputs, num_actions, args).to(device))
     agent.critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
-    agent.temperature = nn.ParameterDict({"log_alpha": torch.zeros(args.num_nets, 1, device=device)})
-    if not args.autotune:
-        nn.init.constant_(agent.temperature["log_alpha"], math.log(args.alpha))
+    log_alpha = torch.full((args.num_nets, 1), 0.0 if args.autotune else math.log(args.alpha), device=device)
+    agent.temperature = nn.ParameterDict({"log_alpha": log_alpha})
     agent.actor_optimizer = torch.optim.Adam(agent.actor.parameters(), lr=args.policy_lr, fused=True)
     agent.critic_optimizer = torch.optim.Adam(agent.critic.parameters(), lr=args.q_lr, fused=True)
     agent.alpha_optimizer = torch.optim.Adam(agent.temperature.parameters(), lr=args.alpha_lr, fused=True)
-    observation, scalar = np.zeros(num_inputs, np.float32), np.float32(0)
-    transition = {
-        "observation": observation,
-        "action": np.zeros(num_actions, np.float32),
-        "next_observation": observation,
-    }
-    transition |= {"reward": scalar, "terminated": scalar, "mask": np.zeros(args.num_nets, bool)}
+    zeros = lambda size: np.zeros(size, np.float32)
+    transition = {"observation": zeros(num_inputs), "action": zeros(num_actions), "next_observation": zeros(num_inputs)}
+    transition |= {"reward": zeros(()), "terminated": zeros(()), "mask": np.zeros(args.num_nets, bool)}
     buffer = ReplayBuffer(args.buffer_size, device, **transition)
 
     def evaluation_return(number: int) -> float:

@@ -78,7 +78,7 @@ class Args:
 RULES = """
 num_threads >= 1; total_timesteps >= 1; total_episodes is None or total_episodes >= 1; checkpoint_every >= 1
 eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch_size >= 1; hidden_size >= 1
-rollout_length >= 1; updates_per_step > 0; policy_lr > 0; q_lr > 0; alpha_lr > 0; alpha > 0
+rollout_length >= 1; rollout_length * updates_per_step >= 1; policy_lr > 0; q_lr > 0; alpha_lr > 0; alpha > 0
 0 <= gamma <= 1; 0 < tau <= 1
 num_nets >= 1; 0 < mask_prob <= 1; ucb >= 0; batch_size / mask_prob <= buffer_size; sunrise_temperature >= 0
 """
@@ -410,19 +410,14 @@ if __name__ == "__main__":
     agent = SimpleNamespace(actor=EnsembleActor(num_inputs, num_actions, args).to(device))
     agent.critic = EnsembleCritic(num_inputs, num_actions, args).to(device)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
-    agent.temperature = nn.ParameterDict({"log_alpha": torch.zeros(args.num_nets, 1, device=device)})
-    if not args.autotune:
-        nn.init.constant_(agent.temperature["log_alpha"], math.log(args.alpha))
+    log_alpha = torch.full((args.num_nets, 1), 0.0 if args.autotune else math.log(args.alpha), device=device)
+    agent.temperature = nn.ParameterDict({"log_alpha": log_alpha})
     agent.actor_optimizer = torch.optim.Adam(agent.actor.parameters(), lr=args.policy_lr, fused=True)
     agent.critic_optimizer = torch.optim.Adam(agent.critic.parameters(), lr=args.q_lr, fused=True)
     agent.alpha_optimizer = torch.optim.Adam(agent.temperature.parameters(), lr=args.alpha_lr, fused=True)
-    observation, scalar = np.zeros(num_inputs, np.float32), np.float32(0)
-    transition = {
-        "observation": observation,
-        "action": np.zeros(num_actions, np.float32),
-        "next_observation": observation,
-    }
-    transition |= {"reward": scalar, "terminated": scalar, "mask": np.zeros(args.num_nets, bool)}
+    zeros = lambda size: np.zeros(size, np.float32)
+    transition = {"observation": zeros(num_inputs), "action": zeros(num_actions), "next_observation": zeros(num_inputs)}
+    transition |= {"reward": zeros(()), "terminated": zeros(()), "mask": np.zeros(args.num_nets, bool)}
     buffer = ReplayBuffer(args.buffer_size, device, **transition)
 
     def evaluation_return(number: int) -> float:

@@ -35,7 +35,8 @@ WRONG = [
     (["--alpha-lr", "nan"], "alpha_lr > 0"),
     (["--alpha", "0"], "alpha > 0"),
     (["--rollout-length", "0"], "rollout_length >= 1"),
-    (["--updates-per-step", "0"], "updates_per_step > 0"),
+    (["--updates-per-step", "0"], "rollout_length * updates_per_step >= 1"),
+    (["--rollout-length", "1", "--updates-per-step", "0.5"], "rollout_length * updates_per_step >= 1"),
     (["--batch-size", "200", "--buffer-size", "100"], "buffer_size"),
 ]
 WRONG_ENSEMBLE = [
