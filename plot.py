@@ -62,7 +62,12 @@ def plot_curves(env_id: str, systems: dict[str, dict[int, list[dict]]], args: Ar
         length = min(len(rows) for rows in seeds.values())
         curves = np.array([[row["charts/eval_return_mean100"] for row in rows[:length]] for rows in seeds.values()])
         mean, error = curves.mean(0), curves.std(0, ddof=min(1, len(curves) - 1)) / np.sqrt(len(curves))
-        axes.plot(np.arange(1, length + 1), mean, color=colour, label=f"{system} ({len(curves)} seeds)")
+        axes.plot(
+            np.arange(1, length + 1),
+            mean,
+            color=colour,
+            label=f"{system} ({len(curves)} seed{'s' * (len(curves) > 1)})",
+        )
         axes.fill_between(np.arange(1, length + 1), mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
     if args.solved is not None:
         axes.axhline(args.solved, color="grey", linewidth=0.8, linestyle="--")
