@@ -319,7 +319,9 @@ class Run:
         row = {"global_step": global_step} | row
         if any(name.startswith("charts/") for name in row):
             row["charts/SPS"] = int((global_step - self.start_step) / (time.time() - self.start_time))
-            text = " ".join(f"{name[7:]}={value:.6g}" for name, value in row.items() if name.startswith("charts/"))
+            names = {"episode": "episode", "return": "episodic_return", "eval": "eval_return"}
+            names |= {"mean100": "eval_return_mean100", "SPS": "SPS"}
+            text = " ".join(f"{k}={row[f'charts/{v}']:.6g}" for k, v in names.items() if f"charts/{v}" in row)
             print(f"step={global_step} {text}", flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
         try:
             self.metrics.write(json.dumps(row) + "\n")
@@ -343,6 +345,7 @@ class Run:
             self.replace("checkpoint.pt", lambda file: torch.save(state, file))
             self.progress = progress
         if final:
+            self.bar.close()
             self.save_config("finished")
             print(f"finished: {progress[0]} steps, {progress[1]} episodes in {self.folder}", flush=True)
 

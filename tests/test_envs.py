@@ -1,8 +1,13 @@
 """The paper's environments against their originals."""
 
+import os
+import subprocess
+import sys
+
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import ROOT
 from gymnasium.utils.env_checker import check_env
 
 import paper_envs
@@ -114,6 +119,28 @@ def test_mbbl_starts_where_gymnasium_starts_the_body(name: str):
     body.reset(seed=7)
     assert env.unwrapped.data.qpos.tolist() == body.unwrapped.data.qpos.tolist()
     assert env.unwrapped.data.qvel.tolist() == body.unwrapped.data.qvel.tolist()
+
+
+RENDER = """
+import gymnasium as gym
+for name in ("HalfCheetah", "Walker2d", "Hopper", "Ant", "SlimHumanoid"):
+    env = gym.make(f"paper_envs:MBBL-{name}-v0", render_mode="rgb_array")
+    env.reset(seed=0)
+    first = env.render()
+    for _ in range(15):
+        env.step(env.action_space.sample())
+    print(name, first.shape, (first != env.render()).any())
+    env.close()
+"""
+
+
+def test_mbbl_renders_without_a_display():
+    variables = os.environ | {"MUJOCO_GL": "osmesa", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", RENDER], env=variables, capture_output=True, text=True, timeout=200)
+    if done.returncode and "osmesa" in done.stderr.lower():
+        pytest.skip("OSMesa (Debian's libosmesa6) is not installed, so MuJoCo cannot render without a display")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{name} (480, 480, 3) True" for name in MBBL_REWARD]
 
 
 def test_cartpole_renders():
