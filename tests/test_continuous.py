@@ -209,9 +209,9 @@ def test_a_members_step_depends_on_its_own_networks_and_mask_only(module: Module
         assert not torch.allclose(member_slice(name, before[name], 0), alone[name], atol=1e-9), name
 
 
-@pytest.mark.parametrize("member", range(5))
-def test_each_ensemble_members_step_is_that_of_sac_trained_alone(member: int):
-    args, single_args = make_args(ensemble_sac), make_args(sac)
+@pytest.mark.parametrize(("num_nets", "member"), [(1, 0), *((5, member) for member in range(5))])
+def test_each_ensemble_members_step_is_that_of_sac_trained_alone(num_nets: int, member: int):
+    args, single_args = make_args(ensemble_sac, num_nets=num_nets), make_args(sac)
     agent, single = make_agent(ensemble_sac, args), make_agent(sac, single_args)
     for own, one in (
         (agent.actor, single.actor),
@@ -221,7 +221,7 @@ def test_each_ensemble_members_step_is_that_of_sac_trained_alone(member: int):
         width = 1 if own is agent.actor else 2
         part = {name: value[width * member : width * (member + 1)] for name, value in own.state_dict().items()}
         one.load_state_dict(part)
-    batch, noise = make_batch(), make_noise()
+    batch, noise = make_batch(num_nets), make_noise(num_nets)
     kept = batch.mask[:, member]
     update(ensemble_sac, agent, batch, args, noise)
     alone = SimpleNamespace(**{name: value[kept] for name, value in vars(batch).items()})
