@@ -246,8 +246,6 @@ def test_with_huge_xi_and_no_attenuation_iv_sac_is_ensemble_sac(settings: dict):
     ours = state(agent)
     for name, value in state(plain).items():
         assert torch.allclose(ours[name][..., : value.shape[-1]], value, atol=1e-5), name
-    weighted = make_agent(ivsac, make_args(ivsac, xi=0.0))
-    update(ivsac, weighted, make_batch(), make_args(ivsac, xi=0.0), make_noise())
 
 
 def test_the_actor_loss_is_equation_14_and_its_weights_carry_no_gradient():
