@@ -298,3 +298,16 @@ def test_a_checkpoint_needs_at_most_one_copy_of_the_buffer(tmp_path: Path):
     buffer.size = 1000  # only the filled part is written
     torch.save(buffer.state_dict(), tmp_path / "part.pt")
     assert (tmp_path / "part.pt").stat().st_size < 0.02 * size
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id", "terminates"),
+    [("ivdqn", "MountainCar-v0", False), ("ivdqn", "CartPole-v1", True), ("sac", "Pendulum-v1", False)],
+)
+def test_only_termination_is_stored_as_terminal(name: str, env_id: str, terminates: bool, tmp_path: Path):
+    arguments = ("--env-id", env_id, "--total-timesteps", "450", "--learning-starts", "10000", "--eval-every", "0")
+    assert call_script(name, *arguments, "--run-name", "x", cwd=tmp_path).code == 0
+    episodes = [row for row in read_rows(tmp_path / "runs" / "x") if "charts/episode" in row]
+    assert len(episodes) >= 2
+    state = torch.load(tmp_path / "runs" / "x" / "checkpoint.pt", weights_only=True)
+    assert state["buffer"]["terminated"].sum().item() == (len(episodes) if terminates else 0)
