@@ -43,6 +43,7 @@ class Args:
     num_threads: int = 1  # CPU threads of torch
     total_timesteps: int = 500_000  # environment steps after which the run ends
     total_episodes: int | None = None  # training episodes after which the run ends, if it has not before
+    solved_at: float | None = None  # end the run once the last 100 evaluation returns average this
     checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
     resume: bool = False  # continue the run --run-name from its last checkpoint
     evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
@@ -71,7 +72,8 @@ class Args:
 RULES = """
 num_threads >= 1; total_timesteps >= 1; total_episodes is None or total_episodes >= 1; checkpoint_every >= 1
 eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch_size >= 1; hidden_size >= 1
-learning_rate > 0; 0 <= gamma <= 1; 0 < tau <= 1; 0 <= end_epsilon <= start_epsilon <= 1; 0 < epsilon_decay <= 1
+seed >= 0; env_seed is None or env_seed >= 0; learning_rate > 0; 0 <= gamma <= 1; 0 < tau <= 1
+0 <= end_epsilon <= start_epsilon <= 1; 0 < epsilon_decay <= 1
 batch_size <= buffer_size
 """
 SCRIPT = Path(__file__).name
@@ -100,8 +102,8 @@ def parse_args() -> Args:
                 refuse(f"{folder} has {name} {saved[name]}, and cannot be resumed with {getattr(args, name)}")
     for rule in re.split(r"[;\n] *", RULES.strip()):
         if not eval(rule, {}, vars(args)):
-            given = {f"--{name.replace('_', '-')} {vars(args).get(name)}" for name in re.findall(r"[a-z]\w+", rule)}
-            refuse(f"{' '.join(sorted(given))} was given, but {rule} must hold")
+            given = [f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if re.search(rf"\b{k}\b", rule)]
+            refuse(f"{' '.join(given)} was given, but {rule} must hold")
     return args
 
 
@@ -129,13 +131,11 @@ class ReplayBuffer:
     def add(self, *transition: Any) -> None:
         for array, value in zip(self.data.values(), transition, strict=True):
             array[self.position] = value
-        self.position = (self.position + 1) % self.capacity
-        self.size = min(self.size + 1, self.capacity)
+        self.position, self.size = (self.position + 1) % self.capacity, min(self.size + 1, self.capacity)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> SimpleNamespace:
         index = rng.integers(self.size, size=batch_size)
-        batch = {name: torch.from_numpy(array.take(index, 0)).to(self.device) for name, array in self.data.items()}
-        return SimpleNamespace(**batch)
+        return SimpleNamespace(**{k: torch.from_numpy(v.take(index, 0)).to(self.device) for k, v in self.data.items()})
 
     def state_dict(self) -> dict[str, Any]:
         filled = {name: torch.from_numpy(array[: self.size]) for name, array in self.data.items()}
@@ -157,10 +157,7 @@ def dqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNamespa
         target_mean = target_network(batch.next_observation).amax(-1)  # (K,)
         target = batch.reward + args.gamma * (1 - batch.terminated) * target_mean
     loss = ((mean - target) ** 2).mean()
-    metrics = {
-        "losses/q_values": mean.mean,
-    }
-    return loss, metrics
+    return loss, {"losses/q_values": mean.mean}
 
 
 # ---------------------------------------------------------------------------- acting and evaluation
@@ -169,16 +166,11 @@ def make_discrete_env(env_id: str, **kwargs: Any) -> gym.Env:
         env = gym.make(env_id, **kwargs)
     except (gym.error.Error, ImportError) as error:
         refuse(f"the environment {env_id} cannot be made: {error}")
-    if isinstance(env.action_space, gym.spaces.Box):
-        refuse(f"{env_id} has continuous actions: use sac.py, ensemble_sac.py, sunrise.py or ivsac.py for it")
-    if not isinstance(env.action_space, gym.spaces.Discrete) or len(env.observation_space.shape or ()) != 1:
-        refuse(f"{env_id} has no Discrete actions or no flat observations: {env.action_space}, {env.observation_space}")
+    discrete = isinstance(env.action_space, gym.spaces.Discrete) and env.action_space.start == 0
+    if not discrete or len(env.observation_space.shape or ()) != 1:
+        spaces = f"{env.action_space} and {env.observation_space}"
+        refuse(f"{env_id} has {spaces}, not Discrete(n) and a flat Box; sac.py and its like take continuous actions")
     return env
-
-
-def episode_seed(*numbers: int) -> int:
-    """Each episode has a seed of its own, so that the end of an episode is a complete state of the environment."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 @torch.no_grad()
@@ -222,13 +214,17 @@ class Run:
 
     def __init__(self, args: Args, parts: dict[str, Any], rng: np.random.Generator):
         self.args, self.parts, self.rng, self.folder = args, parts, rng, Path(args.runs_dir, args.run_name)
+        if args.track:
+            import wandb
+
+            if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+                refuse("--track finds no API key of Weights & Biases: run `wandb login`, or set WANDB_MODE=offline")
         try:
             self.folder.mkdir(parents=True, exist_ok=args.resume or not (self.folder / "config.json").exists())
             self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when this process dies
         except OSError as error:
-            why = "it exists (--resume continues it), another process is writing it, or it cannot be written"
-            refuse(f"{self.folder} cannot be the folder of this run, as {why}: {error}")
+            refuse(f"{self.folder} exists (try --resume), is in use by another process, or cannot be made: {error}")
         self.progress, size = (0, 0, []), 0  # global step, episode, evaluation returns
         if (self.folder / "checkpoint.pt").exists():
             state = load_checkpoint(self.folder, args, parts)
@@ -242,8 +238,6 @@ class Run:
             signal.signal(number, lambda number, _: setattr(self, "signal", number))
         self.bar = tqdm(total=args.total_timesteps, initial=self.start_step, disable=not sys.stderr.isatty())
         if args.track:
-            import wandb
-
             where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": self.folder}
             self.wandb = wandb.init(**where, id=args.run_name, resume="allow", config=asdict(args), save_code=True)
 
@@ -251,10 +245,8 @@ class Run:
         row = {"global_step": global_step} | row
         if any(name.startswith("charts/") for name in row):
             row["charts/SPS"] = int((global_step - self.start_step) / (time.time() - self.start_time))
-            names = {"episode": "episode", "return": "episodic_return", "eval": "eval_return"}
-            names |= {"mean100": "eval_return_mean100", "SPS": "SPS"}
-            text = " ".join(f"{k}={row[f'charts/{v}']:.6g}" for k, v in names.items() if f"charts/{v}" in row)
-            print(f"step={global_step} {text}", flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
+            text = re.sub("charts/(episodic_|eval_return_)?", "", " ".join(f"{k}={v:.6g}" for k, v in row.items()))
+            print(text, flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
         try:
             self.metrics.write(json.dumps(row) + "\n")
         except OSError as error:
@@ -283,10 +275,9 @@ class Run:
 
     def save_config(self, status: str) -> None:
         commit = os.popen(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD 2>/dev/null").read().strip()
-        versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)} | {"python": sys.version}
+        versions = {"versions": {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, np, tyro)}}
         config = {"script": SCRIPT, "status": status, "args": asdict(self.args), "git_commit": commit}
-        content = json.dumps(config | {"versions": versions}, indent=2).encode()
-        self.replace("config.json", lambda file: file.write(content))
+        self.replace("config.json", lambda file: file.write(json.dumps(config | versions, indent=2).encode()))
 
     def replace(self, name: str, write: Callable) -> None:
         """Write a file anew: should the process die, the old one or the new one is there, whole."""
@@ -303,6 +294,7 @@ class Run:
 if __name__ == "__main__":
     args = parse_args()
     env_seed = args.seed if args.env_seed is None else args.env_seed
+    episode_seed = lambda *numbers: int(np.random.SeedSequence((env_seed, *numbers)).generate_state(1)[0])
     rng = np.random.default_rng(args.seed)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.num_threads)
@@ -310,11 +302,10 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(args.torch_deterministic and device.type == "cuda", warn_only=True)
     env, video = make_discrete_env(args.env_id), {"render_mode": "rgb_array"} if args.capture_video else {}
     eval_env = make_discrete_env(args.eval_env_id or args.env_id, **video)
-
     network = QNetwork(env.observation_space.shape[0], int(env.action_space.n), args).to(device)
     target_network = copy.deepcopy(network).requires_grad_(False)
-    parameters, target_parameters = list(network.net.parameters()), list(target_network.net.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
+    optimizer = torch.optim.Adam(network.net.parameters(), lr=args.learning_rate, fused=True)
+    online, target = ([weight.data for weight in each.net.parameters()] for each in (network, target_network))
     observation, scalar = np.zeros(env.observation_space.shape, np.float32), np.float32(0)
     transition = {"observation": observation, "action": np.int64(0), "next_observation": observation}
     transition |= {"reward": scalar, "terminated": scalar}
@@ -323,27 +314,25 @@ if __name__ == "__main__":
 
     def evaluation_return(episode: int) -> float:
         policy = lambda observation: greedy_action(network, observation, device)
-        return evaluate(eval_env, policy, episode_seed(env_seed, episode, 1))
+        return evaluate(eval_env, policy, episode_seed(episode, 1))
 
     run = None if args.evaluate else Run(args, parts, rng)
     if args.capture_video:
-        folder = Path(args.evaluate or run.folder, "videos")
-        eval_env = gym.wrappers.RecordVideo(eval_env, str(folder), name_prefix=f"eval-{int(time.time())}")
+        eval_env = gym.wrappers.RecordVideo(eval_env, f"{args.evaluate or run.folder}/videos/{int(time.time())}")
     if args.evaluate:
         load_checkpoint(Path(args.evaluate), args, {"network": network})
         returns = [evaluation_return(i) for i in range(args.eval_episodes)]
         print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
         sys.exit(eval_env.close())
     global_step, episode, eval_returns = run.progress
-    # Line 2: for each episode.
-    while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):
-        observation, _ = env.reset(seed=episode_seed(env_seed, episode))
+    solved = lambda: args.solved_at is not None and len(eval_returns) == 100 and np.mean(eval_returns) >= args.solved_at
+    while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf) and not solved():  # line 2
+        observation, _ = env.reset(seed=episode_seed(episode))  # so an episode's end is a complete state
         require_finite(global_step, observation=observation)
         epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**episode)
         episodic_return, episodic_length, done = 0.0, 0, False
         while not done and global_step < args.total_timesteps:
-            # Lines 5-6: act.
-            action = int(rng.integers(env.action_space.n))
+            action = int(rng.integers(env.action_space.n))  # lines 5-6: act
             if rng.random() >= epsilon:
                 action = greedy_action(network, observation, device)
             next_observation, reward, terminated, truncated, _ = env.step(action)
@@ -361,8 +350,7 @@ if __name__ == "__main__":
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                with torch.no_grad():
-                    torch._foreach_lerp_(target_parameters, parameters, args.tau)
+                torch._foreach_lerp_(target, online, args.tau)
                 if global_step % args.log_every == 0:
                     run.log(global_step, {"losses/loss": loss.item()} | {k: v().item() for k, v in metrics.items()})
             run.tick(global_step)

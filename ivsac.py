@@ -87,8 +87,8 @@ class Args:
 RULES = """
 num_threads >= 1; total_timesteps >= 1; total_episodes is None or total_episodes >= 1; checkpoint_every >= 1
 eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch_size >= 1; hidden_size >= 1
-rollout_length >= 1; rollout_length * updates_per_step >= 1; policy_lr > 0; q_lr > 0; alpha_lr > 0; alpha > 0
-0 <= gamma <= 1; 0 < tau <= 1
+seed >= 0; env_seed is None or env_seed >= 0; rollout_length >= 1; rollout_length * updates_per_step >= 1
+policy_lr > 0; q_lr > 0; alpha_lr > 0; alpha > 0; 0 <= gamma <= 1; 0 < tau <= 1
 num_nets >= 1; 0 < mask_prob <= 1; ucb >= 0; batch_size / mask_prob <= buffer_size
 0 < mebs_ratio <= 1; xi is None or xi >= 0; loss_attenuation_weight >= 0; sunrise_temperature >= 0; uwac_beta > 0
 """
@@ -118,8 +118,8 @@ def parse_args() -> Args:
                 refuse(f"{folder} has {name} {saved[name]}, and cannot be resumed with {getattr(args, name)}")
     for rule in re.split(r"[;\n] *", RULES.strip()):
         if not eval(rule, {}, vars(args)):
-            given = {f"--{name.replace('_', '-')} {vars(args).get(name)}" for name in re.findall(r"[a-z]\w+", rule)}
-            refuse(f"{' '.join(sorted(given))} was given, but {rule} must hold")
+            given = [f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if re.search(rf"\b{k}\b", rule)]
+            refuse(f"{' '.join(given)} was given, but {rule} must hold")
     return args
 
 
@@ -152,17 +152,6 @@ def tanh_gaussian(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     return raw.tanh(), (log_normal - log_slope).sum(-1), mean.tanh()
 
 
-class EnsembleActor(nn.Module):
-    """N policies (App. A.4)."""
-
-    def __init__(self, num_inputs: int, num_actions: int, args: Args):
-        super().__init__()
-        self.net = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, 2 * num_actions)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return tanh_gaussian(self.net(observation))  # action (N, K, A), log-probability (N, K), mode (N, K, A)
-
-
 class VarEnsembleCritic(nn.Module):
     """N pairs of variance networks (App. A.4)."""
 
@@ -178,8 +167,7 @@ class VarEnsembleCritic(nn.Module):
         x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
         x = x.repeat_interleave(2, 0) if action.dim() == 3 else x
         mean, *heads = self.net(x).unflatten(0, (-1, 2)).unbind(-1)  # each (N, 2, K)
-        # A sampled ensemble predicts no variance; the limits keep exp(log_variance) finite in single precision.
-        log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)
+        log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)  # exp() stays finite
         return mean, log_variance
 
 
@@ -194,13 +182,11 @@ class ReplayBuffer:
     def add(self, *transition: Any) -> None:
         for array, value in zip(self.data.values(), transition, strict=True):
             array[self.position] = value
-        self.position = (self.position + 1) % self.capacity
-        self.size = min(self.size + 1, self.capacity)
+        self.position, self.size = (self.position + 1) % self.capacity, min(self.size + 1, self.capacity)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> SimpleNamespace:
         index = rng.integers(self.size, size=batch_size)
-        batch = {name: torch.from_numpy(array.take(index, 0)).to(self.device) for name, array in self.data.items()}
-        return SimpleNamespace(**batch)
+        return SimpleNamespace(**{k: torch.from_numpy(v.take(index, 0)).to(self.device) for k, v in self.data.items()})
 
     def state_dict(self) -> dict[str, Any]:
         filled = {name: torch.from_numpy(array[: self.size]) for name, array in self.data.items()}
@@ -227,8 +213,7 @@ def effective_batch_size(weight: torch.Tensor) -> torch.Tensor:
 def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
     """The smallest xi >= 0 with EBS >= MEBS, for all members at once (Eq. 2): (N, K) -> (N, 1).
 
-    Newton's method on ln(EBS / (n - EBS)) over ln xi, close to a straight line, with bisection where it would leave the
-    bracket. EBS >= MEBS always holds at `high`, and at the end by one part in a million at most.
+    Newton's method on ln(EBS / (n - EBS)) over ln xi, almost a straight line, else bisection. At `high`, EBS >= MEBS.
     """
     zero, tolerance = 1e-90, 1e-6  # `zero` stands for xi = 0 and keeps every weight finite
     count = np.maximum(mask.sum(-1, keepdims=True), 1)
@@ -291,27 +276,22 @@ def biv_weights(variance: torch.Tensor, mask: torch.Tensor, xi: torch.Tensor) ->
 
 def predictive_variance(critic: nn.Module, observation: torch.Tensor, action: torch.Tensor):
     """Each member's lower twin at its own action, and the mixture variance of all members there (Alg. 4): (N, K)."""
-    mean, variance = [], []
-    for member in range(len(action)):  # the N x N grid, one action set at a time: it stays in the cache
-        all_mean, all_log_variance = critic.heads(observation, action[member])  # (N, 2, K)
-        mean.append(all_mean[member])
-        variance.append(mixture_variance(all_mean, all_log_variance.exp()))
-    mean, lower = torch.stack(mean).min(1)
-    return mean, torch.stack(variance).gather(1, lower.unsqueeze(1)).squeeze(1)
+    grid = [critic.heads(observation, each) for each in action]  # N x N, one action set at a time: it stays in cache
+    mean, lower = torch.stack([mean[member] for member, (mean, _) in enumerate(grid)]).min(1)
+    variance = torch.stack([mixture_variance(mean, log_variance.exp()) for mean, log_variance in grid])  # (N, 2, K)
+    return mean, variance.gather(1, lower.unsqueeze(1)).squeeze(1)
 
 
 def sample_weights(name: str, variance: torch.Tensor, mask: torch.Tensor, args: Args) -> tuple[torch.Tensor, dict]:
     """The weights of each member's unmasked samples (Alg. 3, lines 21-25; App. F): (N, K)."""
-    xi = torch.zeros_like(variance[:, :1])
+    xi, weight = torch.zeros(()), uniform_weights(mask)
     if args.weighting == "biv":
         xi = choose_xi(variance, mask, args)
         weight = biv_weights(variance, mask, xi)
     elif args.weighting == "sunrise":
-        weight = uniform_weights(mask) * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
+        weight = weight * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
     elif args.weighting == "uwac":
-        weight = uniform_weights(mask) * (args.uwac_beta / variance).clamp_max(1.5)
-    else:
-        weight = uniform_weights(mask)
+        weight = weight * (args.uwac_beta / variance).clamp_max(1.5)
     metrics = {"variance_mean": variance.mean, "variance_median": variance.median, "weight_max": weight.max}
     metrics |= {"xi": xi.mean, "effective_batch_size": lambda: effective_batch_size(weight).mean()}
     return weight, {f"uncertainty/{name}_{key}": value for key, value in metrics.items()}
@@ -334,7 +314,7 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
     mask, alpha = batch.mask.T, agent.temperature["log_alpha"].detach().exp()  # (N, K), (N, 1)
     with torch.no_grad():
         # Lines 15 and 17: each member's own a', and its target.
-        next_action, log_prob, _ = agent.actor(batch.next_observation)
+        next_action, log_prob, _ = tanh_gaussian(agent.actor(batch.next_observation))
         # Line 19: the predictive variance at (s', a').
         target_mean, next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action)
         target = batch.reward + args.gamma * (1 - batch.terminated) * (target_mean - alpha * log_prob)
@@ -344,7 +324,7 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
         weight, critic_metrics = sample_weights("critic", variance, mask, args)
     # Lines 18 and 21-23: L_actor (Eq. 15), with the critics held fixed.
     agent.critic.requires_grad_(False)
-    action, log_prob, _ = agent.actor(batch.observation)
+    action, log_prob, _ = tanh_gaussian(agent.actor(batch.observation))
     with torch.no_grad():
         _, variance = predictive_variance(agent.critic, batch.observation, action)
         actor_weight, actor_metrics = sample_weights("actor", variance, mask, args)
@@ -359,10 +339,9 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
         minimize(agent.alpha_optimizer, alpha_loss)
     # Lines 16 and 24-25: L_IVRL (Eq. 10) of both twins.
     mean, log_variance = agent.critic.heads(batch.observation, batch.action)  # (N, 2, K)
-    biv = (weight.unsqueeze(1) * (mean - target.unsqueeze(1)) ** 2).sum()
-    attenuation = torch.zeros(())
-    if args.variance_heads:
-        attenuation = loss_attenuation(mean, log_variance, target.unsqueeze(1), mask.unsqueeze(1))
+    target, mask = target.unsqueeze(1), mask.unsqueeze(1)
+    biv = (weight.unsqueeze(1) * (mean - target) ** 2).sum()
+    attenuation = loss_attenuation(mean, log_variance, target, mask) if args.variance_heads else torch.zeros(())
     critic_loss = biv + args.loss_attenuation_weight * attenuation
     minimize(agent.critic_optimizer, critic_loss)
     # Line 26: the soft update of the targets.
@@ -381,24 +360,18 @@ def make_continuous_env(env_id: str, **kwargs: Any) -> gym.Env:
         env = gym.make(env_id, **kwargs)
     except (gym.error.Error, ImportError) as error:
         refuse(f"the environment {env_id} cannot be made: {error}")
-    if isinstance(env.action_space, gym.spaces.Discrete):
-        refuse(f"{env_id} has discrete actions: use dqn.py, bootstrap_dqn.py, sunrise_dqn.py or ivdqn.py for it")
     bounded = isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded()
     if not bounded or len(env.action_space.shape) != 1 or len(env.observation_space.shape or ()) != 1:
-        refuse(f"{env_id} has no bounded or no flat spaces: {env.action_space}, {env.observation_space}")
+        spaces = f"{env.action_space} and {env.observation_space}"
+        refuse(f"{env_id} has {spaces}, not two flat Boxes, the first bounded; dqn.py and its like take Discrete(n)")
     return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
-
-
-def episode_seed(*numbers: int) -> int:
-    """Each episode has a seed of its own, so that the end of an episode is a complete state of the environment."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 @torch.no_grad()
 def ucb_action(actor: nn.Module, critic: nn.Module, observation: np.ndarray, member: int, args: Args):
     """The action of the member with the highest UCB, or of the given one if --ucb 0 (Alg. 3, lines 4-5)."""
     observation = torch.as_tensor(observation, dtype=torch.float32, device=next(actor.parameters()).device).unsqueeze(0)
-    action = actor(observation)[0].squeeze(1)  # (N, A)
+    action = tanh_gaussian(actor(observation))[0].squeeze(1)  # (N, A)
     std, mean = torch.std_mean(critic(observation, action), (0, 1), unbiased=False)  # over all 2N critics: (N,)
     if args.ucb > 0:
         member = int((mean + args.ucb * std).argmax())
@@ -409,7 +382,7 @@ def ucb_action(actor: nn.Module, critic: nn.Module, observation: np.ndarray, mem
 def average_action(actor: nn.Module, observation: np.ndarray) -> np.ndarray:
     """The average of the members' deterministic actions (App. A.4)."""
     observation = torch.as_tensor(observation, dtype=torch.float32, device=next(actor.parameters()).device).unsqueeze(0)
-    return actor(observation)[2].mean(0).squeeze(0).cpu().numpy()
+    return tanh_gaussian(actor(observation))[2].mean(0).squeeze(0).cpu().numpy()
 
 
 def evaluate(env: gym.Env, policy: Callable[[np.ndarray], Any], seed: int) -> float:
@@ -447,13 +420,17 @@ class Run:
 
     def __init__(self, args: Args, parts: dict[str, Any], rng: np.random.Generator):
         self.args, self.parts, self.rng, self.folder = args, parts, rng, Path(args.runs_dir, args.run_name)
+        if args.track:
+            import wandb
+
+            if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+                refuse("--track finds no API key of Weights & Biases: run `wandb login`, or set WANDB_MODE=offline")
         try:
             self.folder.mkdir(parents=True, exist_ok=args.resume or not (self.folder / "config.json").exists())
             self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when this process dies
         except OSError as error:
-            why = "it exists (--resume continues it), another process is writing it, or it cannot be written"
-            refuse(f"{self.folder} cannot be the folder of this run, as {why}: {error}")
+            refuse(f"{self.folder} exists (try --resume), is in use by another process, or cannot be made: {error}")
         self.progress, size = (0, 0, []), 0  # global step, episode, evaluation returns
         if (self.folder / "checkpoint.pt").exists():
             state = load_checkpoint(self.folder, args, parts)
@@ -467,8 +444,6 @@ class Run:
             signal.signal(number, lambda number, _: setattr(self, "signal", number))
         self.bar = tqdm(total=args.total_timesteps, initial=self.start_step, disable=not sys.stderr.isatty())
         if args.track:
-            import wandb
-
             where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": self.folder}
             self.wandb = wandb.init(**where, id=args.run_name, resume="allow", config=asdict(args), save_code=True)
 
@@ -476,10 +451,8 @@ class Run:
         row = {"global_step": global_step} | row
         if any(name.startswith("charts/") for name in row):
             row["charts/SPS"] = int((global_step - self.start_step) / (time.time() - self.start_time))
-            names = {"episode": "episode", "return": "episodic_return", "eval": "eval_return"}
-            names |= {"mean100": "eval_return_mean100", "SPS": "SPS"}
-            text = " ".join(f"{k}={row[f'charts/{v}']:.6g}" for k, v in names.items() if f"charts/{v}" in row)
-            print(f"step={global_step} {text}", flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
+            text = re.sub("charts/(episodic_|eval_return_)?", "", " ".join(f"{k}={v:.6g}" for k, v in row.items()))
+            print(text, flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
         try:
             self.metrics.write(json.dumps(row) + "\n")
         except OSError as error:
@@ -508,10 +481,9 @@ class Run:
 
     def save_config(self, status: str) -> None:
         commit = os.popen(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD 2>/dev/null").read().strip()
-        versions = {module.__name__: module.__version__ for module in (torch, gym, np, tyro)} | {"python": sys.version}
+        versions = {"versions": {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, np, tyro)}}
         config = {"script": SCRIPT, "status": status, "args": asdict(self.args), "git_commit": commit}
-        content = json.dumps(config | {"versions": versions}, indent=2).encode()
-        self.replace("config.json", lambda file: file.write(content))
+        self.replace("config.json", lambda file: file.write(json.dumps(config | versions, indent=2).encode()))
 
     def replace(self, name: str, write: Callable) -> None:
         """Write a file anew: should the process die, the old one or the new one is there, whole."""
@@ -529,6 +501,7 @@ if __name__ == "__main__":
     args = parse_args()
     mask_prob = args.mask_prob if args.num_nets > 1 else 1.0  # a single member has no mask
     env_seed = args.seed if args.env_seed is None else args.env_seed
+    episode_seed = lambda *numbers: int(np.random.SeedSequence((env_seed, *numbers)).generate_state(1)[0])
     rng = np.random.default_rng(args.seed)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.num_threads)
@@ -536,9 +509,9 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(args.torch_deterministic and device.type == "cuda", warn_only=True)
     env, video = make_continuous_env(args.env_id), {"render_mode": "rgb_array"} if args.capture_video else {}
     eval_env = make_continuous_env(args.eval_env_id or args.env_id, **video)
-
     num_inputs, num_actions = env.observation_space.shape[0], env.action_space.shape[0]
-    agent = SimpleNamespace(actor=EnsembleActor(num_inputs, num_actions, args).to(device))
+    actor = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, 2 * num_actions).to(device)
+    agent = SimpleNamespace(actor=actor)
     agent.critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
     log_alpha = torch.full((args.num_nets, 1), 0.0 if args.autotune else math.log(args.alpha), device=device)
@@ -553,21 +526,19 @@ if __name__ == "__main__":
 
     def evaluation_return(number: int) -> float:
         policy = lambda observation: average_action(agent.actor, observation)
-        return evaluate(eval_env, policy, episode_seed(env_seed, number, 1))
+        return evaluate(eval_env, policy, episode_seed(number, 1))
 
     run = None if args.evaluate else Run(args, vars(agent) | {"buffer": buffer}, rng)
     if args.capture_video:
-        folder = Path(args.evaluate or run.folder, "videos")
-        eval_env = gym.wrappers.RecordVideo(eval_env, str(folder), name_prefix=f"eval-{int(time.time())}")
+        eval_env = gym.wrappers.RecordVideo(eval_env, f"{args.evaluate or run.folder}/videos/{int(time.time())}")
     if args.evaluate:
         load_checkpoint(Path(args.evaluate), args, {"actor": agent.actor})
         returns = [evaluation_return(i) for i in range(args.eval_episodes)]
         print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
         sys.exit(eval_env.close())
     global_step, episode, eval_returns = run.progress
-    # Line 2: for each episode.
-    while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):
-        observation, _ = env.reset(seed=episode_seed(env_seed, episode))
+    while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):  # line 2
+        observation, _ = env.reset(seed=episode_seed(episode))  # so an episode's end is a complete state
         require_finite(global_step, observation=observation)
         member = int(rng.integers(args.num_nets))
         episodic_return, episodic_length, done = 0.0, 0, False

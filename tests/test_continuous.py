@@ -35,8 +35,8 @@ def make_args(module: ModuleType, **settings):
 def make_agent(module: ModuleType, args, seed: int = 0, optimizer=torch.optim.SGD, lr: float = 0.01) -> SimpleNamespace:
     """As the scripts build it; plain gradient steps, since Adam blows up rounding where gradients vanish."""
     torch.manual_seed(seed)
-    actor = sac.Actor if module is sac else module.EnsembleActor
-    agent = SimpleNamespace(actor=actor(INPUTS, ACTIONS, args))
+    actor = module.EnsembleMLP(1 if module is sac else args.num_nets, INPUTS, args.hidden_size, 2 * ACTIONS)
+    agent = SimpleNamespace(actor=actor)
     agent.critic = getattr(module, CRITIC.get(module.__name__, "EnsembleCritic"))(INPUTS, ACTIONS, args)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_log_std_is_clamped_and_saturated_actions_stay_finite():
 def test_the_grid_is_a_plain_double_loop_over_critics_and_actions():
     args = make_args(ivsac)
     agent, batch = make_agent(ivsac, args), make_batch()
-    action = agent.actor(batch.observation)[0].detach()  # (N, K, A)
+    action = ivsac.tanh_gaussian(agent.actor(batch.observation))[0].detach()  # (N, K, A)
     mean, variance = ivsac.predictive_variance(agent.critic, batch.observation, action)
     net = agent.critic.net
     for j in range(5):
@@ -138,7 +138,7 @@ def test_the_grid_is_a_plain_double_loop_over_critics_and_actions():
 def test_a_sampled_ensembles_variance_is_that_of_its_means():
     args = make_args(ivsac, variance_heads=False)
     agent, batch = make_agent(ivsac, args), make_batch()
-    action = agent.actor(batch.observation)[0].detach()
+    action = ivsac.tanh_gaussian(agent.actor(batch.observation))[0].detach()
     _, variance = ivsac.predictive_variance(agent.critic, batch.observation, action)
     all_mean = torch.stack([agent.critic(batch.observation, a) for a in action])  # (J, N, 2, K)
     own = torch.stack([all_mean[j, j] for j in range(5)])
@@ -157,7 +157,7 @@ def test_ucb_chooses_by_mean_and_spread_over_all_critics():
             action, member, std = ivsac.ucb_action(agent.actor, agent.critic, observation, 0, args)
             torch.manual_seed(seed)
             x = torch.tensor(observation, dtype=torch.float32)[None]
-            actions = agent.actor(x)[0][:, 0].detach()
+            actions = ivsac.tanh_gaussian(agent.actor(x))[0][:, 0].detach()
             scores, spreads = [], []
             for a in actions:
                 values = agent.critic(x, a[None]).flatten().detach().numpy()
@@ -179,12 +179,14 @@ def test_without_ucb_the_given_member_acts():
         action, acting, _ = ivsac.ucb_action(agent.actor, agent.critic, np.ones(INPUTS), member, args)
         torch.manual_seed(member)
         assert acting == member
-        assert action.tolist() == pytest.approx(agent.actor(torch.ones(1, INPUTS))[0][member, 0].tolist())
+        assert action.tolist() == pytest.approx(
+            ivsac.tanh_gaussian(agent.actor(torch.ones(1, INPUTS)))[0][member, 0].tolist()
+        )
 
 
 def test_evaluation_averages_the_deterministic_actions():
     agent = make_agent(ivsac, make_args(ivsac))
-    expected = agent.actor(torch.ones(1, INPUTS))[2].mean(0)[0]
+    expected = ivsac.tanh_gaussian(agent.actor(torch.ones(1, INPUTS)))[2].mean(0)[0]
     assert ivsac.average_action(agent.actor, np.ones(INPUTS)).tolist() == pytest.approx(expected.tolist())
 
 
@@ -297,8 +299,8 @@ def test_the_temperature_moves_towards_the_target_entropy(module: ModuleType):
             args = make_args(module, autotune=autotune)
             agent = make_agent(module, args)
             with torch.no_grad():
-                agent.actor.net.weight3.zero_()
-                agent.actor.net.bias3[..., ACTIONS:] = log_std
+                agent.actor.weight3.zero_()
+                agent.actor.bias3[..., ACTIONS:] = log_std
             update(module, agent, make_batch(), args, make_noise())
             moved = agent.temperature["log_alpha"].detach().sign()
             assert (moved == (direction if autotune else 0)).all()
@@ -310,7 +312,7 @@ def test_truncation_bootstraps_and_termination_does_not():
         agent, batch, noise = make_agent(sac, args), make_batch(), make_noise()
         batch.terminated[:] = terminated
         with torch.no_grad():
-            mean, log_std = agent.actor.net(batch.next_observation)[0].chunk(2, -1)
+            mean, log_std = agent.actor(batch.next_observation)[0].chunk(2, -1)
             raw = mean + log_std.exp() * noise[0, 0]
             log_prob = (
                 torch.distributions.Normal(mean, log_std.exp()).log_prob(raw) - torch.log(1 - raw.tanh() ** 2)
@@ -327,7 +329,7 @@ def test_iv_sacs_critic_loss_is_equation_9_written_naively():
     agent, batch, noise = make_agent(ivsac, args), make_batch(), make_noise()
     total = 0.0
     with torch.no_grad():
-        mean, log_std = agent.actor.net(batch.next_observation).chunk(2, -1)
+        mean, log_std = agent.actor(batch.next_observation).chunk(2, -1)
         raw = mean + log_std.exp() * noise[0]
         log_prob = (torch.distributions.Normal(mean, log_std.exp()).log_prob(raw) - torch.log(1 - raw.tanh() ** 2)).sum(
             -1
@@ -362,7 +364,7 @@ def test_a_one_step_problem_with_a_known_optimum(module: ModuleType):
         getattr(module, f"{module.__name__}_update")(agent, batch, args)
     batch = make_batch(seed=123)
     with torch.no_grad():
-        mode = agent.actor(batch.observation)[2]
+        mode = ivsac.tanh_gaussian(agent.actor(batch.observation))[2]
         values = agent.critic(batch.observation, batch.action)
     assert (mode - 0.4).abs().mean() < 0.12
     assert (values + ((batch.action - 0.4) ** 2).sum(-1)).abs().mean() < 0.15

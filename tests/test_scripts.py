@@ -17,6 +17,7 @@ LADDERS = {
     ("ensemble_sac", "sunrise"): 50,
     ("ensemble_sac", "ivsac"): 190,
 }
+SIZES = {"ivdqn": 520, "ivsac": 580}
 SECTIONS = ["networks", "replay buffer", "losses", "acting and evaluation", "logging and checkpoints"]
 
 
@@ -56,6 +57,11 @@ def test_the_plumbing_is_one_small_block(name: str):
     text = source(name)
     plumbing = text[re.search(r"# -+ logging and checkpoints", text).start() : text.index('if __name__ == "__main__"')]
     assert len(plumbing.strip().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_short(name: str):
+    assert len(source(name).splitlines()) <= SIZES["ivdqn" if name in DISCRETE else "ivsac"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

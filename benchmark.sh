@@ -1,0 +1,297 @@
+#!/usr/bin/env bash
+# The environment x seed matrix of the paper's tables and figures, on this machine or on a Slurm cluster.
+#
+#   ./benchmark.sh SUITE [--seeds 5] [--env-seeds 1] [--workers 2] [--track] [--only PATTERN] [--dry-run]
+#                        [--slurm [SBATCH OPTIONS]]
+#
+#   SUITE         smoke, search, table1, table2, ablations-dqn, ablations-sac, lambda, weighting or all (the paper's)
+#   --seeds       runs of each cell
+#   --env-seeds   if above 1: environment seeds, each with all seeds of the networks (the paper: 5 x 5)
+#   --workers     runs at a time; each gets its share of the cores
+#   --track       log to Weights & Biases, grouped by suite, environment and system
+#   --only        launch only the runs whose name matches this regular expression
+#   --dry-run     print the commands, one a line
+#   --slurm       submit one job array, at most --workers tasks at a time; what follows is passed on to sbatch
+#
+# A run's name is {environment}__{system}__{seed}. Started again, finished runs are skipped, interrupted ones resumed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+refuse() {
+  echo "benchmark.sh: $*" >&2
+  exit 2
+}
+
+# ---------------------------------------------------------------------------- arguments
+suite=${1:-} runs=${RUNS_DIR:-runs} python=${PYTHON:-python}
+seeds=5 env_seeds=1 workers=2 track=false only=. dry_run=false slurm=false sbatch_options=()
+shift || true
+[[ $suite == task ]] && task_list=$1 && shift # what --slurm's job array calls: one run of the list
+while (($#)); do
+  case $1 in
+    --seeds | --env-seeds | --workers)
+      [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || refuse "$1 takes a number of at least 1, not '${2:-}'"
+      name=${1#--} && printf -v "${name//-/_}" %s "$2" && shift
+      ;;
+    --only) only=${2:?--only takes a regular expression} && shift ;;
+    --track) track=true ;;
+    --dry-run) dry_run=true ;;
+    --slurm) slurm=true && shift && sbatch_options=("$@") && break ;;
+    *) refuse "there is no option $1: see the top of this file" ;;
+  esac
+  shift
+done
+threads=$(($(getconf _NPROCESSORS_ONLN) / workers > 1 ? $(getconf _NPROCESSORS_ONLN) / workers : 1))
+$slurm && threads="\${SLURM_CPUS_PER_TASK:-1}"
+commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+
+# ---------------------------------------------------------------------------- the cells
+names=() commands=()
+
+# cell "SUITES" SYSTEM ENVIRONMENT SCRIPT [ARGUMENTS]: the runs of one cell, if the suite has it.
+cell() {
+  local suites=" $1 " system=$2 env_id=$3 script=$4 seed env_seed name command
+  shift 4
+  [[ $suites == *" $suite "* || ($suite == all && ! $suites =~ ^\ (smoke|search)\ $) ]] || return 0
+  for ((env_seed = 1; env_seed <= env_seeds; env_seed++)); do
+    for ((seed = first_seed; seed < first_seed + seeds; seed++)); do
+      name=${env_id#paper_envs:}__${system}__$seed
+      command="$python $script --env-id $env_id --seed $seed"
+      ((env_seeds > 1)) && name=${name%__*}__e$env_seed-$seed && command+=" --env-seed $env_seed"
+      [[ $name =~ $only ]] || continue
+      $track && command="env WANDB_RUN_GROUP=$suite/${env_id#paper_envs:}/$system WANDB_TAGS=$suite,$commit \
+WANDB_JOB_TYPE=train $command --track"
+      names+=("$name")
+      commands+=("$command --runs-dir $runs --run-name $name --num-threads $threads${*:+ $*}")
+    done
+  done
+}
+
+first_seed=1
+
+# Table 1, Fig. 3 and 4: LunarLander, solved at 200. SunriseDQN was not published: BootstrapDQN's settings.
+lunar=(--total-episodes 500 --solved-at 200 --gamma 0.99 --tau 0.005 --epsilon-decay 0.99)
+iv_lunar=("${lunar[@]}" --batch-size 64 --learning-rate 1e-3 --mask-prob 1 --prior-scale 0 --loss-attenuation-weight 1.5)
+cell "table1 ablations-dqn" DQN LunarLander-v3 dqn.py "${lunar[@]}" --batch-size 128 --learning-rate 5e-4
+cell "table1 ablations-dqn" BootstrapDQN LunarLander-v3 bootstrap_dqn.py "${lunar[@]}" \
+  --batch-size 64 --learning-rate 5e-4 --mask-prob 0.9 --prior-scale 10
+cell table1 SunriseDQN LunarLander-v3 sunrise_dqn.py "${lunar[@]}" \
+  --batch-size 64 --learning-rate 5e-4 --mask-prob 0.9 --prior-scale 10 --sunrise-temperature 50
+cell "table1 ablations-dqn lambda weighting" IV-DQN LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.9
+
+# Table 1: MountainCar, solved at -150. All ensembles share one setting, as published; they explore by their prior alone.
+car=(--total-episodes 500 --solved-at -150 --gamma 0.99 --batch-size 256 --learning-rate 1e-3)
+prior=("${car[@]}" --tau 0.05 --mask-prob 0.5 --prior-scale 10 --start-epsilon 0 --end-epsilon 0)
+cell table1 DQN MountainCar-v0 dqn.py "${car[@]}" --tau 0.01 --epsilon-decay 0.98
+cell table1 BootstrapDQN MountainCar-v0 bootstrap_dqn.py "${prior[@]}"
+cell table1 SunriseDQN MountainCar-v0 sunrise_dqn.py "${prior[@]}" --sunrise-temperature 50
+cell table1 IV-DQN MountainCar-v0 ivdqn.py "${prior[@]}" --loss-attenuation-weight 0.5 --xi 1000
+
+# Table 1: Cartpole-Noise, solved at 750 without noise. 2 x 64 units and soft targets in place of the authors' 50 units,
+# 4-step returns and hard targets. DQN and SunriseDQN were not published: BootstrapDQN's settings.
+cartpole=(--eval-env-id paper_envs:Cartpole-v0 --total-episodes 300 --solved-at 750 --gamma 0.99 --tau 0.005)
+cartpole+=(--batch-size 128 --learning-rate 1e-3 --start-epsilon 0.05 --end-epsilon 0.05)
+half=(--mask-prob 0.5 --prior-scale 0)
+for noise in 0.1 0.3 1 3 10; do
+  env_id=paper_envs:CartpoleNoise$noise-v0
+  cell table1 DQN $env_id dqn.py "${cartpole[@]}"
+  cell "table1 ablations-dqn" BootstrapDQN $env_id bootstrap_dqn.py "${cartpole[@]}" "${half[@]}"
+  cell table1 SunriseDQN $env_id sunrise_dqn.py "${cartpole[@]}" "${half[@]}" --sunrise-temperature 50
+  cell "table1 ablations-dqn" IV-DQN $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" \
+    --loss-attenuation-weight 5 --mebs-ratio 0.99
+  # Fig. 4: not published, IV-DQN's settings.
+  cell ablations-dqn BIV+BootstrapDQN $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" --no-variance-heads --mebs-ratio 0.99
+  cell ablations-dqn L2+VarEnsembleDQN $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" \
+    --weighting l2 --loss-attenuation-weight 5
+done
+
+# Fig. 4: the ablations on LunarLander. The L2 systems were not published: those of their BIV counterparts.
+cell ablations-dqn BIV+BootstrapDQN LunarLander-v3 ivdqn.py "${lunar[@]}" --no-variance-heads \
+  --batch-size 64 --learning-rate 5e-4 --mask-prob 0.5 --prior-scale 0.1 --mebs-ratio 0.75
+cell ablations-dqn L2+VarEnsembleDQN LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --weighting l2
+network=("${lunar[@]}" --num-nets 1 --batch-size 256 --learning-rate 5e-4 --loss-attenuation-weight 1)
+network+=(--tau 0.001 --epsilon-decay 0.991)
+cell ablations-dqn BIV+VarNetworkDQN LunarLander-v3 ivdqn.py "${network[@]}" --mebs-ratio 0.8125
+cell ablations-dqn L2+VarNetworkDQN LunarLander-v3 ivdqn.py "${network[@]}" --weighting l2
+
+# Table 2 and Fig. 5. SAC and SunriseSAC were not published: EnsembleSAC's settings, and a temperature of 20.
+mbbl=(--total-timesteps 200000 --rollout-length 1000 --policy-lr 3e-4 --q-lr 3e-4 --gamma 0.99 --tau 0.005)
+# mbbl_cells ENVIRONMENT BATCH MASK UCB IV-BATCH IV-MASK IV-UCB LAMBDA MEBS
+mbbl_cells() {
+  local env_id=paper_envs:MBBL-$1-v0 suites=table2 iv lambda
+  local ensemble=("${mbbl[@]}" --batch-size "$2" --mask-prob "$3" --ucb "$4")
+  [[ $1 == Walker2d || $1 == HalfCheetah ]] && suites="table2 ablations-sac weighting"
+  cell table2 SAC "$env_id" sac.py "${mbbl[@]}" --batch-size "$2"
+  cell "table2 ${suites#table2 }" EnsembleSAC "$env_id" ensemble_sac.py "${ensemble[@]}"
+  cell table2 SunriseSAC "$env_id" sunrise.py "${ensemble[@]}" --sunrise-temperature 20
+  iv=("${mbbl[@]}" --batch-size "$5" --mask-prob "$6" --ucb "$7" --mebs-ratio "$9")
+  cell "$suites lambda" IV-SAC "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight "$8"
+  # Appendix C: lambda around the chosen one in all environments; at its extremes in two.
+  for lambda in 0.5 1 2.5 5; do
+    cell lambda IV-SAC-lambda=$lambda "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight $lambda
+  done
+  if [[ $1 == Walker2d || $1 == SlimHumanoid ]]; then
+    cell lambda IV-SAC-lambda=0.005 "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight 0.005
+    cell lambda IV-SAC-lambda=500 "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight 500
+  fi
+  # Fig. 5 and appendix F: the ablations and the other weights. Not published: IV-SAC's settings.
+  if [[ $suites == *weighting* ]]; then
+    iv+=(--loss-attenuation-weight "$8")
+    cell ablations-sac BIV+EnsembleSAC "$env_id" ivsac.py "${iv[@]}" --no-variance-heads
+    cell ablations-sac L2+VarEnsembleSAC "$env_id" ivsac.py "${iv[@]}" --weighting l2
+    cell ablations-sac BIV+VarNetworkSAC "$env_id" ivsac.py "${iv[@]}" --num-nets 1
+    cell ablations-sac L2+VarNetworkSAC "$env_id" ivsac.py "${iv[@]}" --num-nets 1 --weighting l2
+    cell weighting UWAC+VarEnsembleSAC "$env_id" ivsac.py "${iv[@]}" --weighting uwac --uwac-beta 0.8
+    cell weighting Sunrise+VarEnsembleSAC "$env_id" ivsac.py "${iv[@]}" --weighting sunrise --sunrise-temperature 20
+  fi
+}
+mbbl_cells Walker2d 512 1 1 1024 0.9 10 2.5 0.8
+mbbl_cells HalfCheetah 1024 0.9 0 1024 1 0 1 0.99
+mbbl_cells Hopper 512 1 10 1024 0.7 10 5 0.8
+mbbl_cells Ant 512 0.9 10 1024 1 1 2.5 0.9
+mbbl_cells SlimHumanoid 512 1 1 1024 0.9 10 2.5 0.8 # not published: Walker2d's
+
+# Appendices C and F on LunarLander. The paper's lambda counts L_LA by half: its 1, 2, 5, 10 are 0.5, 1, 2.5, 5 here.
+for lambda in 0.005 0.5 1 2.5 5 500; do
+  cell lambda IV-DQN-lambda=$lambda LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.9 \
+    --loss-attenuation-weight $lambda
+done
+cell weighting UWAC+VarEnsembleDQN LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --weighting uwac --uwac-beta 0.8
+cell weighting Sunrise+VarEnsembleDQN LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --weighting sunrise --sunrise-temperature 50
+
+# Every system, for seconds.
+brief=(--total-timesteps 600 --learning-starts 100 --batch-size 32 --checkpoint-every 200 --log-every 100)
+cell smoke DQN CartPole-v1 dqn.py "${brief[@]}"
+cell smoke BootstrapDQN CartPole-v1 bootstrap_dqn.py "${brief[@]}"
+cell smoke SunriseDQN CartPole-v1 sunrise_dqn.py "${brief[@]}"
+cell smoke IV-DQN CartPole-v1 ivdqn.py "${brief[@]}"
+cell smoke BIV+BootstrapDQN CartPole-v1 ivdqn.py "${brief[@]}" --no-variance-heads
+cell smoke L2+VarEnsembleDQN CartPole-v1 ivdqn.py "${brief[@]}" --weighting l2
+cell smoke BIV+VarNetworkDQN CartPole-v1 ivdqn.py "${brief[@]}" --num-nets 1
+cell smoke L2+VarNetworkDQN CartPole-v1 ivdqn.py "${brief[@]}" --num-nets 1 --weighting l2
+cell smoke IV-DQN-xi=10 paper_envs:CartpoleNoise1-v0 ivdqn.py "${brief[@]}" --eval-env-id paper_envs:Cartpole-v0 --xi 10
+brief+=(--hidden-size 32 --rollout-length 50 --eval-every 200)
+cell smoke SAC Pendulum-v1 sac.py "${brief[@]}"
+cell smoke EnsembleSAC Pendulum-v1 ensemble_sac.py "${brief[@]}"
+cell smoke SunriseSAC Pendulum-v1 sunrise.py "${brief[@]}"
+cell smoke IV-SAC Pendulum-v1 ivsac.py "${brief[@]}"
+cell smoke BIV+EnsembleSAC Pendulum-v1 ivsac.py "${brief[@]}" --no-variance-heads
+cell smoke L2+VarEnsembleSAC Pendulum-v1 ivsac.py "${brief[@]}" --weighting l2
+cell smoke BIV+VarNetworkSAC Pendulum-v1 ivsac.py "${brief[@]}" --num-nets 1
+cell smoke L2+VarNetworkSAC Pendulum-v1 ivsac.py "${brief[@]}" --num-nets 1 --weighting l2
+cell smoke UWAC+VarEnsembleSAC Pendulum-v1 ivsac.py "${brief[@]}" --weighting uwac
+cell smoke Sunrise+VarEnsembleSAC Pendulum-v1 ivsac.py "${brief[@]}" --weighting sunrise
+cell smoke IV-SAC paper_envs:MBBL-Hopper-v0 ivsac.py "${brief[@]}" --total-timesteps 300
+
+# The search behind Table 1: three settings for each system, a being the published one, on seeds the table does not use.
+first_seed=101
+baselines() { # LABEL ENVIRONMENT [ARGUMENTS]
+  cell search "BootstrapDQN-$1" "$2" bootstrap_dqn.py "${@:3}"
+  cell search "SunriseDQN-$1" "$2" sunrise_dqn.py "${@:3}" --sunrise-temperature 50
+}
+cell search DQN-a LunarLander-v3 dqn.py "${lunar[@]}" --batch-size 128 --learning-rate 5e-4
+cell search DQN-b LunarLander-v3 dqn.py "${lunar[@]}" --batch-size 64 --learning-rate 1e-3
+cell search DQN-c LunarLander-v3 dqn.py "${lunar[@]}" --batch-size 128 --learning-rate 1e-3
+baselines a LunarLander-v3 "${lunar[@]}" --batch-size 64 --learning-rate 5e-4 --mask-prob 0.9 --prior-scale 10
+baselines b LunarLander-v3 "${lunar[@]}" --batch-size 64 --learning-rate 1e-3 --mask-prob 1 --prior-scale 0
+baselines c LunarLander-v3 "${lunar[@]}" --batch-size 64 --learning-rate 1e-3 --mask-prob 0.9 --prior-scale 1
+cell search IV-DQN-a LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --xi 10
+cell search IV-DQN-b LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.9
+cell search IV-DQN-c LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.75
+greedy=(--tau 0.05 --mask-prob 0.5 --prior-scale 10 --epsilon-decay 0.98)
+cell search DQN-a MountainCar-v0 dqn.py "${car[@]}" --tau 0.01 --epsilon-decay 0.98
+cell search DQN-b MountainCar-v0 dqn.py "${car[@]}" --tau 0.05 --epsilon-decay 0.98
+cell search DQN-c MountainCar-v0 dqn.py "${car[@]}" --tau 0.01 --epsilon-decay 0.99
+baselines a MountainCar-v0 "${car[@]}" "${greedy[@]}"
+baselines b MountainCar-v0 "${prior[@]}"
+baselines c MountainCar-v0 "${prior[@]}" --mask-prob 0.9
+cell search IV-DQN-a MountainCar-v0 ivdqn.py "${car[@]}" "${greedy[@]}" --loss-attenuation-weight 0.5 --xi 1000
+cell search IV-DQN-b MountainCar-v0 ivdqn.py "${prior[@]}" --loss-attenuation-weight 0.5 --xi 1000
+cell search IV-DQN-c MountainCar-v0 ivdqn.py "${prior[@]}" --loss-attenuation-weight 0.5 --mebs-ratio 0.9
+env_id=paper_envs:CartpoleNoise1-v0
+cell search DQN-a $env_id dqn.py "${cartpole[@]}"
+cell search DQN-b $env_id dqn.py "${cartpole[@]}" --learning-rate 5e-4
+cell search DQN-c $env_id dqn.py "${cartpole[@]}" --tau 0.01
+baselines a $env_id "${cartpole[@]}" "${half[@]}"
+baselines b $env_id "${cartpole[@]}" "${half[@]}" --mask-prob 1
+baselines c $env_id "${cartpole[@]}" "${half[@]}" --prior-scale 1
+cell search IV-DQN-a $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99
+cell search IV-DQN-b $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99 \
+  --mask-prob 1
+cell search IV-DQN-c $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" --loss-attenuation-weight 1 --mebs-ratio 0.99
+
+# ---------------------------------------------------------------------------- the runs
+is_finished() { grep -qs '"status": "finished"' "$runs/$1/config.json"; }
+resume_flag() { if [[ -f $runs/$1/config.json ]]; then echo " --resume"; fi; }
+
+if [[ $suite == task ]]; then
+  IFS=$'\t' read -r name command < <(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$task_list")
+  is_finished "$name" && echo "$name is finished" && exit 0
+  eval "exec $command$(resume_flag "$name")"
+fi
+
+((${#names[@]})) || refuse "no run of the suite '$suite' matches '$only': see the top of this file for the suites"
+todo=()
+for i in "${!names[@]}"; do
+  is_finished "${names[i]}" || todo+=("$i")
+done
+skipped=$((${#names[@]} - ${#todo[@]}))
+
+if $dry_run; then
+  for i in "${todo[@]}"; do
+    echo "${commands[i]}$(resume_flag "${names[i]}")"
+  done
+  exit 0
+fi
+if $slurm && ((${#todo[@]})); then
+  list=$runs/slurm/$suite-$(date +%Y%m%d-%H%M%S)-$$.list
+  mkdir -p "$runs/slurm"
+  for i in "${todo[@]}"; do
+    printf '%s\t%s\n' "${names[i]}" "${commands[i]}"
+  done >"$list"
+  exec sbatch --job-name="iv-rl-$suite" --array="0-$((${#todo[@]} - 1))%$workers" --requeue --open-mode=append \
+    --chdir="$PWD" --output="$runs/slurm/%A_%a.log" "${sbatch_options[@]}" --wrap "exec ./benchmark.sh task '$list'"
+fi
+
+declare -A running=() # process -> name
+failed=() finished=0 next=0 stopped=0 ended=0
+clock() { printf '%d:%02d:%02d' $(($1 / 3600)) $(($1 / 60 % 60)) $(($1 % 60)); }
+stop() { # the scripts stop cleanly at SIGTERM, and can be resumed
+  stopped=$1
+  ((${#running[@]} == 0)) || kill -TERM "${!running[@]}" 2>/dev/null || true
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM
+mkdir -p "$runs/logs"
+SECONDS=0
+while ((${#running[@]} || (next < ${#todo[@]} && !stopped))); do
+  if ((${#running[@]} < workers && next < ${#todo[@]} && !stopped)); then
+    name=${names[todo[next]]} command="${commands[todo[next]]}$(resume_flag "${names[todo[next]]}")"
+    eval "exec $command" >>"$runs/logs/$name.log" 2>&1 &
+    running[$!]=$name
+    next=$((next + 1))
+    continue
+  fi
+  code=0 process=
+  wait -n -p process "${!running[@]}" || code=$?
+  [[ -n $process ]] || continue # a signal, no child
+  name=${running[$process]}
+  unset "running[$process]"
+  ended=$((ended + 1))
+  if is_finished "$name"; then
+    finished=$((finished + 1)) outcome=finished
+  elif ((stopped)); then
+    outcome="stopped, to be resumed"
+  else
+    failed+=("$name") outcome="failed with code $code"
+  fi
+  left=$((SECONDS * (${#todo[@]} - ended) / ended))
+  echo "[$ended/${#todo[@]}] $name $outcome, $(clock $SECONDS) elapsed, $(clock $left) remaining"
+done
+
+echo "$suite: $finished finished, ${#failed[@]} failed, $skipped skipped, $((${#todo[@]} - finished - ${#failed[@]})) left"
+for name in "${failed[@]}"; do
+  echo "failed: $name: $(tail -n 1 "$runs/logs/$name.log")"
+done
+((stopped == 0)) || exit "$stopped"
+((${#failed[@]} == 0))
