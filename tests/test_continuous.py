@@ -257,7 +257,7 @@ def test_the_actor_loss_is_equation_14_and_its_weights_carry_no_gradient():
     before = copy.deepcopy(agent.actor.state_dict())
     reference = copy.deepcopy(agent)
     metrics = update(ivsac, agent, batch, args, noise)
-    mean, log_std = reference.actor.net(batch.observation).chunk(2, -1)
+    mean, log_std = reference.actor(batch.observation).chunk(2, -1)
     raw = mean + log_std.clamp(-20, 2).exp() * noise[1]
     normal = torch.distributions.Normal(mean, log_std.clamp(-20, 2).exp())
     log_prob = (normal.log_prob(raw) - torch.log(1 - raw.tanh() ** 2)).sum(-1)

@@ -248,7 +248,7 @@ def test_evaluate_can_record_videos(tmp_path: Path):
     assert call_script(name, *arguments, "--total-timesteps", "150", "--run-name", "x", cwd=tmp_path).code == 0
     result = run_script(name, "--evaluate", "runs/x", "--eval-episodes", "2", "--capture-video", cwd=tmp_path)
     assert result.code == 0, result.err
-    assert len(list((tmp_path / "runs" / "x" / "videos").glob("*.mp4"))) == 2
+    assert len(list((tmp_path / "runs" / "x" / "videos").rglob("*.mp4"))) == 2
 
 
 def resident(pid: int) -> int:
@@ -311,3 +311,27 @@ def test_only_termination_is_stored_as_terminal(name: str, env_id: str, terminat
     assert len(episodes) >= 2
     state = torch.load(tmp_path / "runs" / "x" / "checkpoint.pt", weights_only=True)
     assert state["buffer"]["terminated"].sum().item() == (len(episodes) if terminates else 0)
+
+
+def test_a_checkpoint_takes_no_second_copy_of_the_buffer(tmp_path: Path):
+    module = script("ivdqn")
+    observation, scalar = np.ones(100, np.float32), np.float32(1)
+    fields = {"observation": observation, "next_observation": observation, "reward": scalar}
+    buffer = module.ReplayBuffer(100_000, torch.device("cpu"), **fields)
+    for array in buffer.data.values():
+        array[:] = 1
+    buffer.size = 100_000
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run = module.Run(module.Args(runs_dir=str(tmp_path), run_name="x"), {"buffer": buffer}, np.random.default_rng(0))
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+        signal.signal(number, handler)
+    read = lambda name: int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now
+    except OSError as error:
+        pytest.skip(f"the peak of this process's memory cannot be reset: {error}")
+    before = read("VmRSS")
+    run.checkpoint(1, 1, [], final=True)
+    size = (tmp_path / "x" / "checkpoint.pt").stat().st_size / 1e6
+    assert size > 80
+    assert read("VmHWM") - before < 1.1 * size

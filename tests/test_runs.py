@@ -15,10 +15,12 @@ WRONG = [
     (["--env-id", "Pendulum-v1"], "sac.py"),
     (["--env-id", "NoSuchThing-v0"], "NoSuchThing"),
     (["--env-id", "no_such_module:Thing-v0"], "no_such_module"),
-    (["--env-id", "FrozenLake-v1"], "flat observations"),
+    (["--env-id", "FrozenLake-v1"], "flat Box"),
     (["--eval-env-id", "Pendulum-v1"], "sac.py"),
     (["--total-timesteps", "0"], "total_timesteps >= 1"),
-    (["--total-episodes", "0"], "total_episodes >= 1"),
+    (["--total-episodes", "0"], "dqn.py: --total-episodes 0 was given, but total_episodes is None or total_episodes"),
+    (["--seed", "-1"], "seed >= 0"),
+    (["--env-seed", "-1"], "env_seed >= 0"),
     (["--learning-rate", "-0.1"], "learning_rate > 0"),
     (["--learning-rate", "nan"], "learning_rate > 0"),
     (["--tau", "1.5"], "0 < tau <= 1"),
@@ -142,8 +144,29 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     result = call_script("dqn", *SHORT, "--runs-dir", "file/runs", cwd=tmp_path)
     assert (result.code, result.err.count("\n")) == (2, 1), result.err
-    assert "cannot be written" in result.err
+    assert "cannot be made" in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_solved_run_ends(tmp_path: Path):
+    """At the hundredth evaluation and not before, however high the first returns are."""
+    arguments = ("--env-id", "CartPole-v1", "--learning-starts", "100000", "--total-episodes", "120")
+    for solved_at, episodes in (("5", 100), ("1000", 120)):
+        result = call_script("dqn", *arguments, "--solved-at", solved_at, "--run-name", solved_at, cwd=tmp_path)
+        assert f", {episodes} episodes" in result.out
+    again = call_script("dqn", "--resume", "--run-name", "5", cwd=tmp_path)
+    assert (again.code, ", 100 episodes" in again.out) == (0, True)
+    longer = call_script("dqn", "--resume", "--run-name", "5", "--solved-at", "400", cwd=tmp_path)
+    assert ", 120 episodes" in longer.out
+
+
+def test_tracking_without_an_account_is_refused(tmp_path: Path):
+    environment = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path / "home"), "NETRC": "none"}
+    result = run_script("dqn", *SHORT, "--track", "--run-name", "x", cwd=tmp_path, **environment)
+    assert result.code == 2
+    assert result.err.splitlines()[-1].startswith("dqn.py: --track finds no API key")
+    assert "WANDB_MODE=offline" in result.err
+    assert not (tmp_path / "runs").exists()
 
 
 BROKEN_ENV = """
@@ -197,7 +220,7 @@ def test_evaluation_may_use_another_environment(tmp_path: Path):
 def test_video_of_evaluation_episodes(tmp_path: Path):
     result = run_script("ivdqn", *SHORT, "--run-name", "x", "--capture-video", cwd=tmp_path)
     assert result.code == 0, result.err
-    videos = list((tmp_path / "runs" / "x" / "videos").glob("*.mp4"))
+    videos = list((tmp_path / "runs" / "x" / "videos").rglob("*.mp4"))
     assert len(videos) >= 2
     import imageio.v3
 

@@ -23,7 +23,7 @@ LOSSES = ["critic", "actor", "alpha", "alpha_loss", "q_values"]
 STATISTICS = ["variance_mean", "variance_median", "weight_max", "effective_batch_size", "xi"]
 COMMANDS = [(name, []) for name in CONTINUOUS] + [("ivsac", flags) for flags in CONTINUOUS_ABLATIONS.values()]
 WRONG = [
-    (["--env-id", "CartPole-v1"], "ivdqn.py"),
+    (["--env-id", "CartPole-v1"], "dqn.py"),
     (["--env-id", "NoSuchThing-v0"], "NoSuchThing"),
     (["--eval-env-id", "CartPole-v1"], "dqn.py"),
     (["--env-id", "CarRacing-v3"], "flat"),
@@ -186,4 +186,4 @@ def test_video_of_a_mujoco_evaluation(tmp_path: Path):
     if "osmesa" in result.err.lower() or "OSMesa" in result.err:
         pytest.skip("OSMesa (Debian's libosmesa6) is not installed, so MuJoCo cannot render without a display")
     assert result.code == 0, result.err
-    assert len(list((tmp_path / "runs" / "x" / "videos").glob("*.mp4"))) == 2
+    assert len(list((tmp_path / "runs" / "x" / "videos").rglob("*.mp4"))) == 2
