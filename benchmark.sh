@@ -274,7 +274,7 @@ while ((${#running[@]} || (next < ${#todo[@]} && !stopped))); do
   fi
   code=0 process=
   wait -n -p process "${!running[@]}" || code=$?
-  [[ -n $process ]] || continue # a signal, no child
+  [[ -n ${process:-} ]] || continue # a signal, no child
   name=${running[$process]}
   unset "running[$process]"
   ended=$((ended + 1))
