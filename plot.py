@@ -398,9 +398,8 @@ if __name__ == "__main__":
             for env_id in sorted({env_id for each in cells.values() for env_id in each}):
                 missing = seeds[env_id] - {run.seed for run in cells.get(system, {}).get(env_id, [])}
                 if missing:
-                    complain(
-                        f"missing: {env_id}, {system}, seeds {', '.join(sorted(missing, key=lambda seed: (len(seed), seed)))}"
-                    )
+                    numbers = ", ".join(sorted(missing, key=lambda seed: (len(seed), seed)))
+                    complain(f"missing: {env_id}, {system}, seeds {numbers}")
         name = f"{args.suite}-{group}" if args.suite else group
         plot_curves(group, cells, args.out / name)
         plot_variance(group, cells, args.out / f"{name}-variance")
