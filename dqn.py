@@ -52,6 +52,7 @@ class Args:
     seed: int = 1  # seed of networks, exploration and minibatches
     env_seed: int | None = None  # seed of the environment (default: --seed)
     torch_deterministic: bool = True  # let torch use deterministic algorithms only
+    compile: bool = False  # compile the loss: faster updates, but a slow start, and a C++ compiler is needed
     env_id: str = "LunarLander-v3"  # gymnasium id of the environment: discrete actions, flat observations
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     eval_every: int = 1  # training episodes between two evaluation episodes (0: never)
@@ -126,23 +127,22 @@ class ReplayBuffer:
 
     def __init__(self, capacity: int, device: torch.device, **example: Any):
         self.data = {name: np.zeros((capacity, *np.shape(x)), np.asarray(x).dtype) for name, x in example.items()}
-        self.capacity, self.device, self.size, self.position = capacity, device, 0, 0
+        self.capacity, self.device, self.size, self.next = capacity, device, 0, 0
 
     def add(self, *transition: Any) -> None:
         for array, value in zip(self.data.values(), transition, strict=True):
-            array[self.position] = value
-        self.position, self.size = (self.position + 1) % self.capacity, min(self.size + 1, self.capacity)
+            array[self.next] = value
+        self.next, self.size = (self.next + 1) % self.capacity, min(self.size + 1, self.capacity)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> SimpleNamespace:
         index = rng.integers(self.size, size=batch_size)
         return SimpleNamespace(**{k: torch.from_numpy(v.take(index, 0)).to(self.device) for k, v in self.data.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        filled = {name: torch.from_numpy(array[: self.size]) for name, array in self.data.items()}
-        return filled | {"size": self.size, "position": self.position}
+        return {k: torch.as_tensor(v[: self.size]) for k, v in self.data.items()} | dict(size=self.size, next=self.next)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size, self.position = state["size"], state["position"]
+        self.size, self.next = state["size"], state["next"]
         for name, array in self.data.items():
             array[: self.size] = state[name].numpy()
 
@@ -197,9 +197,8 @@ def require_finite(global_step: int, **values: Any) -> None:
 
 
 def load_checkpoint(folder: Path, args: Args, parts: dict[str, Any]) -> dict[str, Any]:
-    """Load the parts from checkpoint.pt. Whatever that file holds, none of it is run."""
     try:
-        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)  # runs no code of the file
         if (state["script"], state["env_id"]) != (SCRIPT, args.env_id):
             raise ValueError(f"it is of {state['script']} on {state['env_id']}")
         for name, part in parts.items():
@@ -304,6 +303,7 @@ if __name__ == "__main__":
     eval_env = make_discrete_env(args.eval_env_id or args.env_id, **video)
     network = QNetwork(env.observation_space.shape[0], int(env.action_space.n), args).to(device)
     target_network = copy.deepcopy(network).requires_grad_(False)
+    loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
     optimizer = torch.optim.Adam(network.net.parameters(), lr=args.learning_rate, fused=True)
     online, target = ([weight.data for weight in each.net.parameters()] for each in (network, target_network))
     observation, scalar = np.zeros(env.observation_space.shape, np.float32), np.float32(0)
@@ -345,7 +345,7 @@ if __name__ == "__main__":
             # From line 10: a gradient step for each network, and the soft update of its target.
             if global_step > args.learning_starts:
                 batch = buffer.sample(args.batch_size, rng)
-                loss, metrics = dqn_loss(network, target_network, batch, args)
+                loss, metrics = loss_function(network, target_network, batch, args)
                 require_finite(global_step, loss=loss.item())
                 optimizer.zero_grad()
                 loss.backward()

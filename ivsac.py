@@ -130,15 +130,15 @@ class EnsembleMLP(nn.Module):
     def __init__(self, num_nets: int, inputs: int, hidden: int, outputs: int):
         super().__init__()
         for layer, (fan_in, fan_out) in enumerate(((inputs, hidden), (hidden, hidden), (hidden, outputs)), start=1):
-            for name, rows in ((f"weight{layer}", fan_in), (f"bias{layer}", 1)):
-                value = torch.empty(num_nets, rows, fan_out).uniform_(-(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear
+            for name, columns in ((f"weight{layer}", fan_in), (f"bias{layer}", 1)):
+                value = torch.empty(num_nets, fan_out, columns).uniform_(-(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear
                 self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape[-2:])
-        x = torch.baddbmm(self.bias1, x, self.weight1).relu_()
-        x = torch.baddbmm(self.bias2, x, self.weight2).relu_()
-        return torch.baddbmm(self.bias3, x, self.weight3)
+        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # features first: a thin last layer multiplies faster so
+        x = torch.baddbmm(self.bias1, self.weight1, x).relu_()
+        x = torch.baddbmm(self.bias2, self.weight2, x).relu_()
+        return torch.baddbmm(self.bias3, self.weight3, x).mT
 
 
 def tanh_gaussian(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -157,16 +157,16 @@ class VarEnsembleCritic(nn.Module):
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
-        self.net = EnsembleMLP(2 * args.num_nets, num_inputs + num_actions, args.hidden_size, 1 + args.variance_heads)
+        sizes = (num_inputs + num_actions, args.hidden_size, 1 + args.variance_heads)
+        self.nets = nn.ModuleList(EnsembleMLP(2, *sizes) for _ in range(args.num_nets))
 
     def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         return self.heads(observation, action)[0]
 
     def heads(self, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All critics at one action (K, A), or each member's pair at its own action (N, K, A)."""
-        x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
-        x = x.repeat_interleave(2, 0) if action.dim() == 3 else x
-        mean, *heads = self.net(x).unflatten(0, (-1, 2)).unbind(-1)  # each (N, 2, K)
+        x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1).expand(len(self.nets), -1, -1)
+        mean, *heads = torch.stack([net(each) for net, each in zip(self.nets, x, strict=True)]).unbind(-1)  # (N, 2, K)
         log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)  # exp() stays finite
         return mean, log_variance
 
@@ -177,23 +177,22 @@ class ReplayBuffer:
 
     def __init__(self, capacity: int, device: torch.device, **example: Any):
         self.data = {name: np.zeros((capacity, *np.shape(x)), np.asarray(x).dtype) for name, x in example.items()}
-        self.capacity, self.device, self.size, self.position = capacity, device, 0, 0
+        self.capacity, self.device, self.size, self.next = capacity, device, 0, 0
 
     def add(self, *transition: Any) -> None:
         for array, value in zip(self.data.values(), transition, strict=True):
-            array[self.position] = value
-        self.position, self.size = (self.position + 1) % self.capacity, min(self.size + 1, self.capacity)
+            array[self.next] = value
+        self.next, self.size = (self.next + 1) % self.capacity, min(self.size + 1, self.capacity)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> SimpleNamespace:
         index = rng.integers(self.size, size=batch_size)
         return SimpleNamespace(**{k: torch.from_numpy(v.take(index, 0)).to(self.device) for k, v in self.data.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        filled = {name: torch.from_numpy(array[: self.size]) for name, array in self.data.items()}
-        return filled | {"size": self.size, "position": self.position}
+        return {k: torch.as_tensor(v[: self.size]) for k, v in self.data.items()} | dict(size=self.size, next=self.next)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size, self.position = state["size"], state["position"]
+        self.size, self.next = state["size"], state["next"]
         for name, array in self.data.items():
             array[: self.size] = state[name].numpy()
 
@@ -221,8 +220,7 @@ def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.n
     scale = np.where(mask, variance, 0).max(-1, keepdims=True) + zero
     noise = np.where(mask, variance / scale, np.inf)  # in [0, 1]; a masked sample gets no weight
     odds = mebs / (count - mebs)
-    low, high = np.full_like(odds, zero), 0.5 * np.sqrt(odds)  # `high` is enough, by Kantorovich's inequality
-    xi = low
+    xi, low, high = zero, zero, 0.5 * np.sqrt(odds)  # `high` is enough, by Kantorovich's inequality
     for _ in range(200):
         weight = 1 / (noise + xi)
         square = weight * weight
@@ -253,6 +251,7 @@ def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) ->
     return np.array([[solve(noise[unmasked])] for noise, unmasked in zip(variance, mask, strict=True)])
 
 
+@torch.compiler.disable
 def choose_xi(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
     """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 23; Alg. 3, lines 22, 24)."""
     if args.xi is not None:
@@ -403,9 +402,8 @@ def require_finite(global_step: int, **values: Any) -> None:
 
 
 def load_checkpoint(folder: Path, args: Args, parts: dict[str, Any]) -> dict[str, Any]:
-    """Load the parts from checkpoint.pt. Whatever that file holds, none of it is run."""
     try:
-        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)  # runs no code of the file
         if (state["script"], state["env_id"]) != (SCRIPT, args.env_id):
             raise ValueError(f"it is of {state['script']} on {state['env_id']}")
         for name, part in parts.items():
@@ -510,8 +508,7 @@ if __name__ == "__main__":
     env, video = make_continuous_env(args.env_id), {"render_mode": "rgb_array"} if args.capture_video else {}
     eval_env = make_continuous_env(args.eval_env_id or args.env_id, **video)
     num_inputs, num_actions = env.observation_space.shape[0], env.action_space.shape[0]
-    actor = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, 2 * num_actions).to(device)
-    agent = SimpleNamespace(actor=actor)
+    agent = SimpleNamespace(actor=EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, 2 * num_actions).to(device))
     agent.critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
     log_alpha = torch.full((args.num_nets, 1), 0.0 if args.autotune else math.log(args.alpha), device=device)

@@ -76,15 +76,17 @@ def make_noise(num_nets: int = 5, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, num_nets, SIZE, ACTIONS, generator=torch.Generator().manual_seed(seed))
 
 
+def stacked(critic: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of all members' pairs of critics: (N, 2, ...)."""
+    nets = [net.state_dict() for net in getattr(critic, "nets", [getattr(critic, "net", None)])]
+    return {name: torch.stack([net[name] for net in nets]) for name in nets[0]}
+
+
 def state(agent: SimpleNamespace) -> dict[str, torch.Tensor]:
-    parts = {"actor": agent.actor, "critic": agent.critic, "target": agent.target_critic, "alpha": agent.temperature}
-    return {f"{part}.{name}": value.clone() for part, m in parts.items() for name, value in m.state_dict().items()}
-
-
-def member_slice(name: str, value: torch.Tensor, member: int) -> torch.Tensor:
-    return (
-        value[2 * member : 2 * member + 2] if name.split(".")[0] in ("critic", "target") else value[member : member + 1]
-    )
+    """All parameters, members first."""
+    parts = {"actor": agent.actor.state_dict(), "alpha": agent.temperature.state_dict()}
+    parts |= {"critic": stacked(agent.critic), "target": stacked(agent.target_critic)}
+    return {f"{part}.{name}": value.clone() for part, values in parts.items() for name, value in values.items()}
 
 
 def test_log_probability_is_that_of_the_transformed_normal():
@@ -116,16 +118,15 @@ def test_the_grid_is_a_plain_double_loop_over_critics_and_actions():
     agent, batch = make_agent(ivsac, args), make_batch()
     action = ivsac.tanh_gaussian(agent.actor(batch.observation))[0].detach()  # (N, K, A)
     mean, variance = ivsac.predictive_variance(agent.critic, batch.observation, action)
-    net = agent.critic.net
     for j in range(5):
         x = torch.cat((batch.observation, action[j]), -1)
         mu, s2 = torch.zeros(5, 2, SIZE), torch.zeros(5, 2, SIZE)
         for n in range(5):  # Algorithm 4, for both twins
             for twin in range(2):
-                i = 2 * n + twin
-                hidden = torch.relu(x @ net.weight1[i] + net.bias1[i])
-                hidden = torch.relu(hidden @ net.weight2[i] + net.bias2[i])
-                output = hidden @ net.weight3[i] + net.bias3[i]
+                net = agent.critic.nets[n]
+                hidden = torch.relu(x @ net.weight1[twin].T + net.bias1[twin].T)
+                hidden = torch.relu(hidden @ net.weight2[twin].T + net.bias2[twin].T)
+                output = hidden @ net.weight3[twin].T + net.bias3[twin].T
                 mu[n, twin], s2[n, twin] = output[:, 0], output[:, 1].exp()
         mixture = (s2 + mu**2).mean(0) - mu.mean(0) ** 2
         for k in range(SIZE):
@@ -198,7 +199,7 @@ def test_a_members_step_depends_on_its_own_networks_and_mask_only(module: Module
     agent = make_agent(module, args)
     before = state(agent)
     update(module, agent, batch, args, noise)
-    alone = {name: member_slice(name, value, 0) for name, value in state(agent).items()}
+    alone = {name: value[0] for name, value in state(agent).items()}
     agent = make_agent(module, args)
     with torch.no_grad():
         for parameter in agent.actor.parameters():
@@ -207,28 +208,23 @@ def test_a_members_step_depends_on_its_own_networks_and_mask_only(module: Module
     batch.mask[:, 1:] = ~batch.mask[:, 1:]
     update(module, agent, batch, args, noise)
     for name, value in state(agent).items():
-        assert torch.allclose(member_slice(name, value, 0), alone[name], atol=1e-6), name
-        assert not torch.allclose(member_slice(name, before[name], 0), alone[name], atol=1e-9), name
+        assert torch.allclose(value[0], alone[name], atol=1e-6), name
+        assert not torch.allclose(before[name][0], alone[name], atol=1e-9), name
 
 
 @pytest.mark.parametrize(("num_nets", "member"), [(1, 0), *((5, member) for member in range(5))])
 def test_each_ensemble_members_step_is_that_of_sac_trained_alone(num_nets: int, member: int):
     args, single_args = make_args(ensemble_sac, num_nets=num_nets), make_args(sac)
     agent, single = make_agent(ensemble_sac, args), make_agent(sac, single_args)
-    for own, one in (
-        (agent.actor, single.actor),
-        (agent.critic, single.critic),
-        (agent.target_critic, single.target_critic),
-    ):
-        width = 1 if own is agent.actor else 2
-        part = {name: value[width * member : width * (member + 1)] for name, value in own.state_dict().items()}
-        one.load_state_dict(part)
+    single.actor.load_state_dict({name: value[[member]] for name, value in agent.actor.state_dict().items()})
+    single.critic.net.load_state_dict(agent.critic.nets[member].state_dict())
+    single.target_critic.net.load_state_dict(agent.target_critic.nets[member].state_dict())
     batch, noise = make_batch(num_nets), make_noise(num_nets)
     kept = batch.mask[:, member]
     update(ensemble_sac, agent, batch, args, noise)
     alone = SimpleNamespace(**{name: value[kept] for name, value in vars(batch).items()})
     update(sac, single, alone, single_args, noise[:, member : member + 1, kept])
-    together = {name: member_slice(name, value, member) for name, value in state(agent).items()}
+    together = {name: value[member] for name, value in state(agent).items()}
     for name, value in state(single).items():
         assert torch.allclose(together[name].flatten(), value.flatten(), atol=1e-6), name
 
@@ -239,15 +235,16 @@ def test_with_huge_xi_and_no_attenuation_iv_sac_is_ensemble_sac(settings: dict):
     plain, agent = make_agent(ensemble_sac, plain_args), make_agent(ivsac, args)
     with torch.no_grad():
         for mine, theirs in ((agent.critic, plain.critic), (agent.target_critic, plain.target_critic)):
-            for name, value in theirs.net.named_parameters():
-                getattr(mine.net, name)[..., : value.shape[-1]] = value
+            for name, value in theirs.named_parameters():
+                mine.get_parameter(name)[:, : value.shape[1]] = value
         agent.actor.load_state_dict(plain.actor.state_dict())
     for step in range(3):
         for module, learner, its in ((ensemble_sac, plain, plain_args), (ivsac, agent, args)):
             update(module, learner, make_batch(seed=step), its, make_noise(seed=step))
     ours = state(agent)
     for name, value in state(plain).items():
-        assert torch.allclose(ours[name][..., : value.shape[-1]], value, atol=1e-5), name
+        mine = ours[name][..., : value.shape[-2], :] if value.dim() > 2 else ours[name]
+        assert torch.allclose(mine, value, atol=1e-5), name
 
 
 def test_the_actor_loss_is_equation_14_and_its_weights_carry_no_gradient():
@@ -300,7 +297,7 @@ def test_the_temperature_moves_towards_the_target_entropy(module: ModuleType):
             agent = make_agent(module, args)
             with torch.no_grad():
                 agent.actor.weight3.zero_()
-                agent.actor.bias3[..., ACTIONS:] = log_std
+                agent.actor.bias3[:, ACTIONS:] = log_std
             update(module, agent, make_batch(), args, make_noise())
             moved = agent.temperature["log_alpha"].detach().sign()
             assert (moved == (direction if autotune else 0)).all()
