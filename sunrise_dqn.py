@@ -119,15 +119,15 @@ class EnsembleMLP(nn.Module):
     def __init__(self, num_nets: int, inputs: int, hidden: int, outputs: int):
         super().__init__()
         for layer, (fan_in, fan_out) in enumerate(((inputs, hidden), (hidden, hidden), (hidden, outputs)), start=1):
-            for name, columns in ((f"weight{layer}", fan_in), (f"bias{layer}", 1)):
-                value = torch.empty(num_nets, fan_out, columns).uniform_(-(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear
+            for name, rows in ((f"weight{layer}", fan_in), (f"bias{layer}", 1)):
+                value = torch.empty(num_nets, rows, fan_out).uniform_(-(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear
                 self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # features first: a thin last layer multiplies faster so
-        x = torch.baddbmm(self.bias1, self.weight1, x).relu_()
-        x = torch.baddbmm(self.bias2, self.weight2, x).relu_()
-        return torch.baddbmm(self.bias3, self.weight3, x).mT
+        x = x.expand(len(self.weight1), *x.shape[-2:])
+        x = torch.baddbmm(self.bias1, x, self.weight1).relu_()
+        x = torch.baddbmm(self.bias2, x, self.weight2).relu_()
+        return torch.baddbmm(self.bias3, x, self.weight3)
 
 
 class EnsembleQNetwork(nn.Module):

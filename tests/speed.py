@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import io
 import json
-import math
 import os
 import platform
 import re
@@ -35,6 +34,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -60,8 +60,13 @@ def script_step(name: str, env_id: str, steps: int, batch_size: int, threads: in
         sys.argv += ["--num-threads", str(threads), "--runs-dir", folder, "--run-name", "x"]
         sys.argv += ["--rollout-length", "1"] if name in CONTINUOUS else []
         sys.argv += ["--mask-prob", "1"] if name not in ("dqn", "sac") else []
-        run = runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")["run"]
-        return 1000 * (time.time() - run.start_time) / steps
+        ticks, update = [0.0], tqdm.update
+        tqdm.update = lambda *_: ticks.__setitem__(0, time.time())  # at the end of each step
+        try:
+            run = runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")["run"]
+        finally:
+            tqdm.update = update
+        return 1000 * (ticks[0] - run.start_time) / steps
 
 
 def baseline_step(family: str, env_id: str, steps: int, batch_size: int, threads: int) -> float:
@@ -118,7 +123,7 @@ def make_update(name: str, env_id: str, batch_size: int, num_nets: int = 5):
 
         return update, module, [target_network]
     members = num_nets if ensemble else 1
-    agent = SimpleNamespace(actor=module.EnsembleMLP(members, inputs, args.hidden_size, 2 * actions))
+    agent = SimpleNamespace(actor=module.WideMLP(members, inputs, args.hidden_size, 2 * actions))
     agent.critic = getattr(module, CRITIC.get(name, "EnsembleCritic"))(inputs, actions, args)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
     agent.temperature = torch.nn.ParameterDict({"log_alpha": torch.zeros((num_nets, 1) if ensemble else ())})
@@ -200,7 +205,7 @@ def multiply_adds(name: str, env_id: str, batch_size: int, num_nets: int = 5) ->
 
 
 def limit(name: str, env_id: str, batch_size: int, num_nets: int = 5) -> float:
-    """Milliseconds that this machine's own matrix multiply, of the hidden layers, needs for an update's multiply-adds."""
+    """Milliseconds that this machine's matrix multiply, at the hidden layers' size, needs for an update's products."""
     width = 64 if name in DISCRETE else 256
     nets = (1 if name in ("dqn", "sac") else num_nets) * (1 if name in DISCRETE else 2)
     a, b, size = torch.randn(nets, width, width), torch.randn(nets, width, batch_size), nets * batch_size * width**2
@@ -211,16 +216,14 @@ def limit(name: str, env_id: str, batch_size: int, num_nets: int = 5) -> float:
     )
 
 
-def peak_memory(function: Any) -> float:
-    """Megabytes that a call needs at its peak beyond what the process holds before it (Linux)."""
-    status = lambda key: int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) / 1000
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return math.nan
-    before = status("VmRSS")
-    function()
-    return status("VmHWM") - before
+def peak_memory(name: str, env_id: str, batch_size: int, num_nets: int) -> float:
+    """Megabytes by which updates raise the peak of a fresh process (Linux)."""
+    code = f"""import sys; sys.path[:0] = {sys.path!r}; import speed, torch; torch.set_num_threads(1)
+read = lambda key: int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) / 1000
+update, _, _ = speed.make_update({name!r}, {env_id!r}, {batch_size}, {num_nets})
+before = read("VmRSS"); update(); update(); print(max(read("VmHWM") - before, 0))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
 
 
 # ---------------------------------------------------------------------------- the tables
@@ -288,12 +291,11 @@ def growth_table(repetitions: int) -> list[dict]:
     for name, env_id in (("ivdqn", "LunarLander-v3"), ("ivsac", "Walker2d-v4")):
         sizes = [(n, 256 if name == "ivsac" else 64) for n in (1, 2, 5, 10)] + [(5, k) for k in (64, 256, 1024)]
         updates = {size: make_update(name, env_id, size[1], size[0])[0] for size in dict.fromkeys(sizes)}
-        functions = {
-            size: lambda update=update: milliseconds(update, 1 if name == "ivsac" else 20)
-            for size, update in updates.items()
-        }
+        calls = 1 if name == "ivsac" else 20
+        each = lambda update, calls=calls: lambda: milliseconds(update, calls)
+        functions = {size: each(update) for size, update in updates.items()}
         found = alternate(functions, repetitions)
-        rows += [[name, n, k, median(found[n, k]), peak_memory(updates[n, k])] for n, k in updates]
+        rows += [[name, n, k, median(found[n, k]), peak_memory(name, env_id, k, n)] for n, k in updates]
     return show("Growth of an update with N and K, 1 thread", ["script", "N", "K", "ms an update", "peak MB"], rows)
 
 
@@ -312,7 +314,7 @@ def acting_table(repetitions: int) -> list[dict]:
             call = lambda act=act, network=network, o=observation: act(network, o, torch.device("cpu"))
         else:
             members = 1 if name == "sac" else args.num_nets
-            actor = module.EnsembleMLP(members, inputs, args.hidden_size, 2 * actions)
+            actor = module.WideMLP(members, inputs, args.hidden_size, 2 * actions)
             critic = getattr(module, CRITIC.get(name, "EnsembleCritic"))(inputs, actions, args)
             call = lambda m=module, a=actor, c=critic, o=observation, args=args: m.ucb_action(a, c, o, 0, args)
             if name == "sac":
