@@ -118,14 +118,14 @@ cell ablations-dqn L2+VarNetworkDQN LunarLander-v3 ivdqn.py "${network[@]}" --we
 mbbl=(--total-timesteps 200000 --rollout-length 1000 --policy-lr 3e-4 --q-lr 3e-4 --gamma 0.99 --tau 0.005)
 # mbbl_cells ENVIRONMENT BATCH MASK UCB IV-BATCH IV-MASK IV-UCB LAMBDA MEBS
 mbbl_cells() {
-  local env_id=paper_envs:MBBL-$1-v0 suites=table2 iv lambda
+  local env_id=paper_envs:MBBL-$1-v0 ablations=false iv lambda
   local ensemble=("${mbbl[@]}" --batch-size "$2" --mask-prob "$3" --ucb "$4")
-  [[ $1 == Walker2d || $1 == HalfCheetah ]] && suites="table2 ablations-sac weighting"
+  [[ $1 == Walker2d || $1 == HalfCheetah ]] && ablations=true
   cell table2 SAC "$env_id" sac.py "${mbbl[@]}" --batch-size "$2"
-  cell "table2 ${suites#table2 }" EnsembleSAC "$env_id" ensemble_sac.py "${ensemble[@]}"
+  cell "table2 ${ablations/true/ablations-sac}" EnsembleSAC "$env_id" ensemble_sac.py "${ensemble[@]}"
   cell table2 SunriseSAC "$env_id" sunrise.py "${ensemble[@]}" --sunrise-temperature 20
   iv=("${mbbl[@]}" --batch-size "$5" --mask-prob "$6" --ucb "$7" --mebs-ratio "$9")
-  cell "$suites lambda" IV-SAC "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight "$8"
+  cell "table2 lambda ${ablations/true/ablations-sac weighting}" IV-SAC "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight "$8"
   # Appendix C: lambda around the chosen one in all environments; at its extremes in two.
   for lambda in 0.5 1 2.5 5; do
     cell lambda IV-SAC-lambda=$lambda "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight $lambda
@@ -135,7 +135,7 @@ mbbl_cells() {
     cell lambda IV-SAC-lambda=500 "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight 500
   fi
   # Fig. 5 and appendix F: the ablations and the other weights. Not published: IV-SAC's settings.
-  if [[ $suites == *weighting* ]]; then
+  if $ablations; then
     iv+=(--loss-attenuation-weight "$8")
     cell ablations-sac BIV+EnsembleSAC "$env_id" ivsac.py "${iv[@]}" --no-variance-heads
     cell ablations-sac L2+VarEnsembleSAC "$env_id" ivsac.py "${iv[@]}" --weighting l2

@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -326,6 +327,25 @@ def acting_table(repetitions: int) -> list[dict]:
     )
 
 
+def compile_table(repetitions: int) -> list[dict]:
+    """What --compile does in the discrete scripts: the first updates in seconds, later ones against the plain loss."""
+    torch.set_num_threads(1)
+    rows = []
+    for name in DISCRETE:
+        module = importlib.import_module(name)
+        plain, _, _ = make_update(name, "LunarLander-v3", 64)
+        original = getattr(module, f"{name}_loss")
+        setattr(module, f"{name}_loss", torch.compile(original))
+        compiled, _, _ = make_update(name, "LunarLander-v3", 64)
+        setattr(module, f"{name}_loss", original)
+        seconds = milliseconds(compiled, 3) * 3 / 1000
+        each = lambda update: lambda: milliseconds(update, 60)
+        found = alternate({"plain": each(plain), "compiled": each(compiled)}, repetitions)
+        rows.append([name, seconds, median(found["compiled"]), ratio(found, "compiled", "plain")])
+    header = ["script", "seconds of the first updates", "ms an update", "to the plain update"]
+    return show("--compile, 1 thread", header, rows)
+
+
 def start_table() -> list[dict]:
     """Wall time of a script's first step, in a process of its own, and of a checkpoint with 100,000 transitions."""
     rows = []
@@ -368,6 +388,8 @@ if __name__ == "__main__":
         report[f"steps, {threads} threads"] = step_table(threads, args.repetitions)
         report[f"updates, {threads} threads"] = update_table(threads, args.repetitions)
     report |= {"growth": growth_table(3), "acting": acting_table(args.repetitions), "start": start_table()}
+    if shutil.which("g++"):
+        report["compile"] = compile_table(args.repetitions)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report | {"seconds": round(time.time() - start)}, indent=1))
     print(f"\n{time.time() - start:.0f} seconds; {args.out}")

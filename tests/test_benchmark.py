@@ -107,6 +107,13 @@ def test_every_cell_of_the_papers_tables_is_there(tmp_path: Path, monkeypatch: p
             assert getattr(args, name) == float(value), (cell, name)
 
 
+def test_the_readme_counts_the_runs(tmp_path: Path):
+    rows = re.findall(r"^\| `([\w-]+)` \| .* \| (\d+) \| [\d.]+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {suite for suite, _ in rows} == {*PAPER, "smoke", "all"}
+    for suite, runs in rows:
+        assert len(planned(suite, "--seeds", "1", runs=tmp_path)) == int(runs), suite
+
+
 def test_the_matrix_of_seeds(tmp_path: Path):
     runs = planned("table1", "--seeds", "3", "--env-seeds", "2", "--only", "^MountainCar.*__IV", runs=tmp_path)
     seeds = [(c[c.index("--seed") + 1], c[c.index("--env-seed") + 1]) for c in runs.values()]
