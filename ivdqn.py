@@ -256,20 +256,20 @@ def uniform_weights(mask: torch.Tensor) -> torch.Tensor:
 def biv_weights(variance: torch.Tensor, mask: torch.Tensor, xi: torch.Tensor) -> torch.Tensor:
     """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 1)."""
     limit = torch.finfo(variance.dtype)
-    noise = (variance + xi).clamp_min(limit.tiny).masked_fill(~mask, math.inf)
+    noise = torch.where(mask, (variance + xi).clamp_min(limit.tiny), math.inf)
     weight = noise.amin(-1, keepdim=True).clamp_max(limit.max) / noise  # the largest is 1
     return weight / weight.sum(-1, keepdim=True).clamp_min(1)
 
 
 # ---------------------------------------------------------------------------- losses
-def loss_attenuation(mean: torch.Tensor, log_variance: torch.Tensor, target: torch.Tensor, mask: torch.Tensor):
-    """L_LA: Gaussian negative log-likelihood, averaged over the unmasked, summed over the members (Eq. 3)."""
-    return (uniform_weights(mask) * ((mean - target) ** 2 * torch.exp(-log_variance) + log_variance)).sum()
+def loss_attenuation(error: torch.Tensor, log_variance: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """L_LA: Gaussian negative log-likelihood of the squared errors, by uniform weights (Eq. 3)."""
+    return (weight * (error * torch.exp(-log_variance) + log_variance)).sum()
 
 
 def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args):
     """L_IVRL of a minibatch, summed over the members, which share no parameters (Alg. 2, lines 11-25; Eq. 10)."""
-    mask = batch.mask.T  # (N, K)
+    mask, uniform = batch.mask.T, uniform_weights(batch.mask.T)  # (N, K)
     # Line 13: each member's prediction at (s, a).
     action = batch.action.expand_as(mask).unsqueeze(-1)
     mean, log_variance = (head.gather(-1, action).squeeze(-1) for head in network.heads(batch.observation))  # (N, K)
@@ -283,7 +283,7 @@ def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNames
         # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
         target_variance = args.gamma**2 * (1 - batch.terminated) * next_variance
         # The weights of the unmasked samples: lines 23-24, or those of App. F.
-        xi, weight = torch.zeros(()), uniform_weights(mask)
+        xi, weight = torch.zeros(()), uniform
         if args.weighting == "biv":
             xi = choose_xi(target_variance, mask, args)
             weight = biv_weights(target_variance, mask, xi)
@@ -291,10 +291,10 @@ def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNames
             weight = weight * (torch.sigmoid(-next_variance.sqrt() * args.sunrise_temperature) + 0.5)
         elif args.weighting == "uwac":
             weight = weight * (args.uwac_beta / next_variance).clamp_max(1.5)
-    # Line 25: L_BIV + lambda L_LA.
-    biv = (weight * (mean - target) ** 2).sum()
-    attenuation = loss_attenuation(mean, log_variance, target, mask) if args.variance_heads else torch.zeros(())
-    loss = biv + args.loss_attenuation_weight * attenuation
+    error = (mean - target) ** 2
+    biv = (weight * error).sum()
+    attenuation = loss_attenuation(error, log_variance, uniform) if args.variance_heads else torch.zeros(())
+    loss = biv + args.loss_attenuation_weight * attenuation  # line 25: L_BIV + lambda L_LA
     metrics = {"losses/q_values": mean.mean, "losses/biv": biv.mean, "losses/attenuation": attenuation.mean}
     metrics |= {"uncertainty/target_variance_mean": target_variance.mean, "uncertainty/weight_max": weight.max}
     metrics |= {"uncertainty/target_variance_median": target_variance.median, "uncertainty/xi": xi.mean}

@@ -268,7 +268,7 @@ def uniform_weights(mask: torch.Tensor) -> torch.Tensor:
 def biv_weights(variance: torch.Tensor, mask: torch.Tensor, xi: torch.Tensor) -> torch.Tensor:
     """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 1)."""
     limit = torch.finfo(variance.dtype)
-    noise = (variance + xi).clamp_min(limit.tiny).masked_fill(~mask, math.inf)
+    noise = torch.where(mask, (variance + xi).clamp_min(limit.tiny), math.inf)
     weight = noise.amin(-1, keepdim=True).clamp_max(limit.max) / noise  # the largest is 1
     return weight / weight.sum(-1, keepdim=True).clamp_min(1)
 
@@ -297,9 +297,9 @@ def sample_weights(name: str, variance: torch.Tensor, mask: torch.Tensor, args: 
 
 
 # ---------------------------------------------------------------------------- losses
-def loss_attenuation(mean: torch.Tensor, log_variance: torch.Tensor, target: torch.Tensor, mask: torch.Tensor):
-    """L_LA: Gaussian negative log-likelihood, averaged over the unmasked, summed over the members (Eq. 3)."""
-    return (uniform_weights(mask) * ((mean - target) ** 2 * torch.exp(-log_variance) + log_variance)).sum()
+def loss_attenuation(error: torch.Tensor, log_variance: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """L_LA: Gaussian negative log-likelihood of the squared errors, by uniform weights (Eq. 3)."""
+    return (weight * (error * torch.exp(-log_variance) + log_variance)).sum()
 
 
 def minimize(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
@@ -338,9 +338,9 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
         minimize(agent.alpha_optimizer, alpha_loss)
     # Lines 16 and 24-25: L_IVRL (Eq. 10) of both twins.
     mean, log_variance = agent.critic.heads(batch.observation, batch.action)  # (N, 2, K)
-    target, mask = target.unsqueeze(1), mask.unsqueeze(1)
-    biv = (weight.unsqueeze(1) * (mean - target) ** 2).sum()
-    attenuation = loss_attenuation(mean, log_variance, target, mask) if args.variance_heads else torch.zeros(())
+    error = (mean - target.unsqueeze(1)) ** 2
+    biv, uniform = (weight.unsqueeze(1) * error).sum(), uniform_weights(mask).unsqueeze(1)
+    attenuation = loss_attenuation(error, log_variance, uniform) if args.variance_heads else torch.zeros(())
     critic_loss = biv + args.loss_attenuation_weight * attenuation
     minimize(agent.critic_optimizer, critic_loss)
     # Line 26: the soft update of the targets.
