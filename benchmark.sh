@@ -23,10 +23,13 @@ refuse() {
 }
 
 # ---------------------------------------------------------------------------- arguments
-suite=${1:-} runs=${RUNS_DIR:-runs} python=${PYTHON:-python}
+suite=${1:-} runs=${RUNS_DIR:-runs} python=$(printf %q "${PYTHON:-python}")
 seeds=5 env_seeds=1 workers=2 track=false only=. dry_run=false slurm=false sbatch_options=()
 shift || true
-[[ $suite == task ]] && task_list=$1 && shift # what --slurm's job array calls: one run of the list
+if [[ $suite == task ]]; then # what --slurm's job array calls: one run of the list
+  task_list=$1 runs=${1%/slurm/*}
+  shift
+fi
 while (($#)); do
   case $1 in
     --seeds | --env-seeds | --workers)
@@ -62,7 +65,7 @@ cell() {
       $track && command="env WANDB_RUN_GROUP=$suite/${env_id#paper_envs:}/$system WANDB_TAGS=$suite,$commit \
 WANDB_JOB_TYPE=train $command --track"
       names+=("$name")
-      commands+=("$command --runs-dir $runs --run-name $name --num-threads $threads${*:+ $*}")
+      commands+=("$command --runs-dir $(printf %q "$runs") --run-name $name --num-threads $threads${*:+ $*}")
     done
   done
 }
@@ -70,6 +73,7 @@ WANDB_JOB_TYPE=train $command --track"
 first_seed=1
 
 # Table 1, Fig. 3 and 4: LunarLander, solved at 200. SunriseDQN was not published: BootstrapDQN's settings.
+# IV-DQN was published with a constant xi = 10; here it keeps a minimal effective batch size, as in the paper's text.
 lunar=(--total-episodes 500 --solved-at 200 --gamma 0.99 --tau 0.005 --epsilon-decay 0.99)
 iv_lunar=("${lunar[@]}" --batch-size 64 --learning-rate 1e-3 --mask-prob 1 --prior-scale 0 --loss-attenuation-weight 1.5)
 cell "table1 ablations-dqn" DQN LunarLander-v3 dqn.py "${lunar[@]}" --batch-size 128 --learning-rate 5e-4
@@ -79,7 +83,8 @@ cell table1 SunriseDQN LunarLander-v3 sunrise_dqn.py "${lunar[@]}" \
   --batch-size 64 --learning-rate 5e-4 --mask-prob 0.9 --prior-scale 10 --sunrise-temperature 50
 cell "table1 ablations-dqn lambda weighting" IV-DQN LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.9
 
-# Table 1: MountainCar, solved at -150. All ensembles share one setting, as published; they explore by their prior alone.
+# Table 1: MountainCar, solved at -150. All ensembles share one setting, as published, but explore by their priors alone, as
+# in the paper's text: the published code also explored by epsilon-greedy actions, which took longer in a first trial.
 car=(--total-episodes 500 --solved-at -150 --gamma 0.99 --batch-size 256 --learning-rate 1e-3)
 prior=("${car[@]}" --tau 0.05 --mask-prob 0.5 --prior-scale 10 --start-epsilon 0 --end-epsilon 0)
 cell table1 DQN MountainCar-v0 dqn.py "${car[@]}" --tau 0.01 --epsilon-decay 0.98
@@ -87,8 +92,9 @@ cell table1 BootstrapDQN MountainCar-v0 bootstrap_dqn.py "${prior[@]}"
 cell table1 SunriseDQN MountainCar-v0 sunrise_dqn.py "${prior[@]}" --sunrise-temperature 50
 cell table1 IV-DQN MountainCar-v0 ivdqn.py "${prior[@]}" --loss-attenuation-weight 0.5 --xi 1000
 
-# Table 1: Cartpole-Noise, solved at 750 without noise. 2 x 64 units and soft targets in place of the authors' 50 units,
-# 4-step returns and hard targets. DQN and SunriseDQN were not published: BootstrapDQN's settings.
+# Table 1: Cartpole-Noise, solved at 750 without noise. 2 x 64 units, soft targets and an update each step in place of the
+# authors' 50 units, hard targets, 4-step returns, clipped gradients and an update each second step. DQN and SunriseDQN
+# were not published: BootstrapDQN's settings.
 cartpole=(--eval-env-id paper_envs:Cartpole-v0 --total-episodes 300 --solved-at 750 --gamma 0.99 --tau 0.005)
 cartpole+=(--batch-size 128 --learning-rate 1e-3 --start-epsilon 0.05 --end-epsilon 0.05)
 half=(--mask-prob 0.5 --prior-scale 0)
@@ -115,7 +121,7 @@ cell ablations-dqn BIV+VarNetworkDQN LunarLander-v3 ivdqn.py "${network[@]}" --m
 cell ablations-dqn L2+VarNetworkDQN LunarLander-v3 ivdqn.py "${network[@]}" --weighting l2
 
 # Table 2 and Fig. 5. SAC and SunriseSAC were not published: EnsembleSAC's settings, and a temperature of 20.
-mbbl=(--total-timesteps 200000 --rollout-length 1000 --policy-lr 3e-4 --q-lr 3e-4 --gamma 0.99 --tau 0.005)
+mbbl=(--total-timesteps 200000 --checkpoint-every 1000 --rollout-length 1000 --policy-lr 3e-4 --q-lr 3e-4 --gamma 0.99 --tau 0.005)
 # mbbl_cells ENVIRONMENT BATCH MASK UCB IV-BATCH IV-MASK IV-UCB LAMBDA MEBS
 mbbl_cells() {
   local env_id=paper_envs:MBBL-$1-v0 ablations=false iv lambda
@@ -128,6 +134,7 @@ mbbl_cells() {
   cell "table2 lambda ${ablations/true/ablations-sac weighting}" IV-SAC "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight "$8"
   # Appendix C: lambda around the chosen one in all environments; at its extremes in two.
   for lambda in 0.5 1 2.5 5; do
+    [[ $lambda == "$8" ]] && continue # that is IV-SAC
     cell lambda IV-SAC-lambda=$lambda "$env_id" ivsac.py "${iv[@]}" --loss-attenuation-weight $lambda
   done
   if [[ $1 == Walker2d || $1 == SlimHumanoid ]]; then
@@ -151,7 +158,8 @@ mbbl_cells Hopper 512 1 10 1024 0.7 10 5 0.8
 mbbl_cells Ant 512 0.9 10 1024 1 1 2.5 0.9
 mbbl_cells SlimHumanoid 512 1 1 1024 0.9 10 2.5 0.8 # not published: Walker2d's
 
-# Appendices C and F on LunarLander. The paper's lambda counts L_LA by half: its 1, 2, 5, 10 are 0.5, 1, 2.5, 5 here.
+# Appendices C and F on LunarLander. The values of appendix C are taken to be those of the authors' code, where L_LA counts
+# by half: their 1, 2, 5, 10 are 0.5, 1, 2.5, 5 here.
 for lambda in 0.005 0.5 1 2.5 5 500; do
   cell lambda IV-DQN-lambda=$lambda LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.9 \
     --loss-attenuation-weight $lambda
@@ -181,7 +189,7 @@ cell smoke BIV+VarNetworkSAC Pendulum-v1 ivsac.py "${brief[@]}" --num-nets 1
 cell smoke L2+VarNetworkSAC Pendulum-v1 ivsac.py "${brief[@]}" --num-nets 1 --weighting l2
 cell smoke UWAC+VarEnsembleSAC Pendulum-v1 ivsac.py "${brief[@]}" --weighting uwac
 cell smoke Sunrise+VarEnsembleSAC Pendulum-v1 ivsac.py "${brief[@]}" --weighting sunrise
-cell smoke IV-SAC paper_envs:MBBL-Hopper-v0 ivsac.py "${brief[@]}" --total-timesteps 300
+cell smoke IV-SAC-smoke paper_envs:MBBL-Hopper-v0 ivsac.py "${brief[@]}" --total-timesteps 300
 
 # The search behind Table 1: three settings for each system, a being the published one, on seeds the table does not use.
 first_seed=101
@@ -243,14 +251,19 @@ if $dry_run; then
   done
   exit 0
 fi
-if $slurm && ((${#todo[@]})); then
-  list=$runs/slurm/$suite-$(date +%Y%m%d-%H%M%S)-$$.list
+if $slurm; then # arrays of at most 1000 tasks, Slurm's usual limit, one after the other
   mkdir -p "$runs/slurm"
-  for i in "${todo[@]}"; do
-    printf '%s\t%s\n' "${names[i]}" "${commands[i]}"
-  done >"$list"
-  exec sbatch --job-name="iv-rl-$suite" --array="0-$((${#todo[@]} - 1))%$workers" --requeue --open-mode=append \
-    --chdir="$PWD" --output="$runs/slurm/%A_%a.log" "${sbatch_options[@]}" --wrap "exec ./benchmark.sh task '$list'"
+  for ((first = 0; first < ${#todo[@]}; first += 1000)); do
+    part=("${todo[@]:first:1000}") list=$runs/slurm/$suite-$(date +%Y%m%d-%H%M%S)-$$-$first.list
+    for i in "${part[@]}"; do
+      printf '%s\t%s\n' "${names[i]}" "${commands[i]}"
+    done >"$list"
+    job=$(sbatch --parsable --job-name="iv-rl-$suite" --array="0-$((${#part[@]} - 1))%$workers" --requeue \
+      --open-mode=append --chdir="$PWD" --output="$runs/slurm/%A_%a.log" ${job:+--dependency=afterany:"${job%;*}"} \
+      "${sbatch_options[@]}" --wrap "exec ./benchmark.sh task $(printf %q "$list")")
+    echo "submitted ${#part[@]} runs as job ${job%;*}"
+  done
+  exit 0
 fi
 
 declare -A running=() # process -> name
@@ -265,28 +278,30 @@ trap 'stop 143' TERM
 mkdir -p "$runs/logs"
 SECONDS=0
 while ((${#running[@]} || (next < ${#todo[@]} && !stopped))); do
-  if ((${#running[@]} < workers && next < ${#todo[@]} && !stopped)); then
+  while ((${#running[@]} < workers && next < ${#todo[@]} && !stopped)); do
     name=${names[todo[next]]} command="${commands[todo[next]]}$(resume_flag "${names[todo[next]]}")"
     eval "exec $command" >>"$runs/logs/$name.log" 2>&1 &
     running[$!]=$name
     next=$((next + 1))
-    continue
-  fi
-  code=0 process=
-  wait -n -p process "${!running[@]}" || code=$?
-  [[ -n ${process:-} ]] || continue # a signal, no child
-  name=${running[$process]}
-  unset "running[$process]"
-  ended=$((ended + 1))
-  if is_finished "$name"; then
-    finished=$((finished + 1)) outcome=finished
-  elif ((stopped)); then
-    outcome="stopped, to be resumed"
-  else
-    failed+=("$name") outcome="failed with code $code"
-  fi
-  left=$((SECONDS * (${#todo[@]} - ended) / ended))
-  echo "[$ended/${#todo[@]}] $name $outcome, $(clock $SECONDS) elapsed, $(clock $left) remaining"
+    ((stopped == 0)) || kill -TERM $! 2>/dev/null || true # the signal came while it started
+  done
+  sleep 0.2 || true # a signal ends it
+  for process in "${!running[@]}"; do
+    ! kill -0 "$process" 2>/dev/null || continue
+    code=0 name=${running[$process]}
+    wait "$process" || code=$?
+    unset "running[$process]"
+    ended=$((ended + 1))
+    if is_finished "$name"; then
+      finished=$((finished + 1)) outcome=finished
+    elif ((stopped)); then
+      outcome="stopped, to be resumed"
+    else
+      failed+=("$name") outcome="failed with code $code"
+    fi
+    left=$((SECONDS * (${#todo[@]} - ended) / ended))
+    echo "[$ended/${#todo[@]}] $name $outcome, $(clock $SECONDS) elapsed, $(clock $left) remaining"
+  done
 done
 
 echo "$suite: $finished finished, ${#failed[@]} failed, $skipped skipped, $((${#todo[@]} - finished - ${#failed[@]})) left"

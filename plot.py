@@ -11,6 +11,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +29,18 @@ Cell = dict[str, list["Run"]]  # environment (several noise scales can be one ce
 
 SYSTEMS = {"dqn": "DQN", "bootstrap_dqn": "BootstrapDQN", "sunrise_dqn": "SunriseDQN", "ivdqn": "IV-DQN"}
 SYSTEMS |= {"sac": "SAC", "ensemble_sac": "EnsembleSAC", "sunrise": "SunriseSAC", "ivsac": "IV-SAC"}
-SUITES = {  # the systems of each suite, as regular expressions
-    "table1": "DQN|BootstrapDQN|SunriseDQN|IV-DQN",
-    "table2": "SAC|EnsembleSAC|SunriseSAC|IV-SAC",
-    "ablations-dqn": r"DQN|BootstrapDQN|IV-DQN|BIV\+BootstrapDQN|L2\+VarEnsembleDQN|(BIV|L2)\+VarNetworkDQN",
-    "ablations-sac": r"EnsembleSAC|IV-SAC|BIV\+EnsembleSAC|L2\+VarEnsembleSAC|(BIV|L2)\+VarNetworkSAC",
-    "lambda": "IV-(DQN|SAC)(-lambda=.*)?",
-    "weighting": r"IV-(DQN|SAC)|(UWAC|Sunrise)\+VarEnsemble(DQN|SAC)",
+NOISES = [f"CartpoleNoise{scale}-v0" for scale in ("0.1", "0.3", "1", "3", "10")]
+MBBL = [f"MBBL-{body}-v0" for body in ("Walker2d", "HalfCheetah", "Hopper", "Ant", "SlimHumanoid")]
+SUITES = {  # environments and systems of each suite, the latter as regular expressions
+    "table1": (["LunarLander-v3", "MountainCar-v0", *NOISES], "DQN|BootstrapDQN|SunriseDQN|IV-DQN"),
+    "table2": (MBBL, "SAC|EnsembleSAC|SunriseSAC|IV-SAC"),
+    "ablations-dqn": (
+        ["LunarLander-v3", *NOISES],
+        r"DQN|BootstrapDQN|IV-DQN|BIV\+BootstrapDQN|L2\+VarEnsembleDQN|(BIV|L2)\+VarNetworkDQN",
+    ),
+    "ablations-sac": (MBBL[:2], r"EnsembleSAC|IV-SAC|BIV\+EnsembleSAC|L2\+VarEnsembleSAC|(BIV|L2)\+VarNetworkSAC"),
+    "lambda": (["LunarLander-v3", *MBBL], "IV-(DQN|SAC)(-lambda=.*)?"),
+    "weighting": (["LunarLander-v3", *MBBL[:2]], r"IV-(DQN|SAC)|(UWAC|Sunrise)\+VarEnsemble(DQN|SAC)"),
 }
 # Table 1: environment -> score at which it is solved, cap of episodes; system -> the paper's percentiles.
 SOLVED = {"LunarLander-v3": (200, 500), "Cartpole-Noise": (750, 300), "MountainCar-v0": (-150, 500)}
@@ -45,7 +51,6 @@ PAPER_1 = {
     "IV-DQN": ("220-227-239", "105-112-117", "142-163-200"),
 }
 # Table 2: the paper's mean and standard error after 100k and 200k steps.
-MBBL = [f"MBBL-{body}-v0" for body in ("Walker2d", "HalfCheetah", "Hopper", "Ant", "SlimHumanoid")]
 PAPER_2 = {
     (100_000, "SAC"): ("-392 ± 187", "3211 ± 136", "322 ± 177", "724 ± 29", "815 ± 74"),
     (100_000, "EnsembleSAC"): ("-389 ± 209", "3938 ± 112", "1597 ± 152", "852 ± 27", "1043 ± 31"),
@@ -122,18 +127,19 @@ def complain(what: object) -> None:
 
 
 def read_runs(folder: Path, suite: str | None) -> list[Run]:
-    runs = []
-    folders = [path.parent for path in folder.glob("*/config.json")]
-    for path in sorted([*folders, *folder.glob("*.jsonl.gz"), *(p.parent for p in folder.glob("*/metrics.jsonl"))]):
-        if runs and path.name == runs[-1].name:
-            continue
+    runs = {}
+    found = {path.parent for name in ("config.json", "metrics.jsonl") for path in folder.glob(f"*/{name}")}
+    for path in sorted(found | {*folder.glob("*.jsonl.gz")}):
         try:
             run = read_run(path)
-            if suite is None or re.fullmatch(SUITES[suite], run.system):
-                runs.append(run)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            environments, systems = SUITES.get(suite, ([run.env_id], ".*"))
+            if run.env_id in environments and re.fullmatch(systems, run.system) and run.name not in runs:
+                if run.group in SOLVED:
+                    solved_episode(run)  # refuses a run that ended too early
+                runs[run.name] = run
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
             complain(f"left out {path}: {type(error).__name__}: {error}")
-    return runs
+    return list(runs.values())
 
 
 def archive(run: Run, folder: Path) -> None:
@@ -235,8 +241,10 @@ def plot_curves(group: str, cells: dict[str, Cell], path: Path) -> None:
     figure, panels = plt.subplots(1, 2 + discrete, figsize=(6.8, 2.5), layout="constrained")
     for system, cell in cells.items():
         runs = [run for runs in cell.values() for run in runs]
-        ends = [run.curve()[0][-1] for run in runs]  # a curve ends with its shortest run: all runs are in each point
-        grid = np.linspace(run_start(runs), min(ends), 100)
+        # A run that ended solved keeps its last value; otherwise a curve ends with its shortest run.
+        ends = [run.curve()[0][-1] for run in runs]
+        held = discrete and all(np.isfinite(solved_episode(run)) or run.curve()[0][-1] == max(ends) for run in runs)
+        grid = np.linspace(max(run.curve()[0][0] for run in runs), max(ends) if held else min(ends), 100)
         strata = [np.array([np.interp(grid, *run.curve()) for run in each]).T for each in cell.values()]  # (100, runs)
         values, style = np.concatenate(strata, -1), line_style(system, list(cells))
         mean, error = values.mean(-1), standard_error(values)
@@ -252,7 +260,7 @@ def plot_curves(group: str, cells: dict[str, Cell], path: Path) -> None:
             share = np.arange(np.isfinite(episodes).sum() + 1) / max(len(episodes), 1)
             panels[2].step(steps, [*share, share[-1]], where="post", **style)
     panels[1].sharey(panels[0])
-    panels[0].set(title="mean ± standard error")
+    panels[0].set(title="mean ± standard error" + discrete * "\n(solved runs keep their last)")
     panels[1].set(title="interquartile mean, 95% interval")
     x, y = (
         ("training episode", "evaluation return\n(mean of 100)")
@@ -269,10 +277,6 @@ def plot_curves(group: str, cells: dict[str, Cell], path: Path) -> None:
     figure.suptitle(group, fontsize=9)
     legend(figure, panels[0])
     save(figure, path)
-
-
-def run_start(runs: list[Run]) -> float:
-    return max(run.curve()[0][0] for run in runs)
 
 
 def plot_variance(group: str, cells: dict[str, Cell], path: Path) -> None:
@@ -304,6 +308,21 @@ def plot_variance(group: str, cells: dict[str, Cell], path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------- tables
+def report_missing(groups: dict[str, dict[str, Cell]], seeds: dict[str, set[str]], suite: str | None) -> None:
+    """Name the environments of a suite without any run, and the seeds that a system lacks and another one has."""
+    for env_id in SUITES.get(suite, ((), ""))[0]:
+        if env_id not in seeds:
+            complain(f"missing: {env_id}, all systems")
+    for cells in groups.values():
+        expected = {"table1": [*PAPER_1], "table2": [name for _, name in PAPER_2]}.get(suite, [])
+        for system in dict.fromkeys([*expected, *cells]):
+            for env_id in sorted({env_id for each in cells.values() for env_id in each}):
+                missing = seeds[env_id] - {run.seed for run in cells.get(system, {}).get(env_id, [])}
+                if missing:
+                    numbers = ", ".join(sorted(missing, key=lambda seed: (len(seed), seed)))
+                    complain(f"missing: {env_id}, {system}, seeds {numbers}")
+
+
 def cell_1(cell: Cell) -> str:
     """25th-50th-75th percentile of the episodes to solve, and the number of runs."""
     values = np.concatenate([np.zeros(0), *stack(cell, solved_episode)])
@@ -343,21 +362,21 @@ def write_table(path: Path, header: list[str], rows: list[list[str]], note: str)
     print(text)
 
 
-def write_tables(groups: dict[str, dict[str, Cell]], out: Path) -> None:
+def write_tables(groups: dict[str, dict[str, Cell]], out: Path, suite: str | None) -> None:
     """Tables 1 and 2 in the paper's form, as far as there are runs for them, and the probabilities of improvement."""
     better = []
-    if any(group in SOLVED for group in groups):
+    if suite in (None, "table1") and any(group in SOLVED for group in groups):
         header = ["episodes to solve", *(f"{g}: {who}" for g in SOLVED for who in ("ours", "paper"))]
         rows = []
         for system, paper in PAPER_1.items():
             cells = [cell_1(groups.get(group, {}).get(system, {})) for group in SOLVED]
             rows.append([system, *(text for pair in zip(cells, paper, strict=True) for text in pair)])
-        note = "25th-50th-75th percentile; in brackets, runs. An unsolved run counts as max. The paper: 25 runs a cell."
+        note = "25th-50th-75th percentile; in brackets, runs. An unsolved run counts as max."
         write_table(out / "table1", header, rows, note)
-        for group in [group for group in SOLVED if group in groups]:
-            found = improvement(groups[group], "IV-DQN", lambda run: -solved_episode(run))
-            better += [[group, *row] for row in found]
-    if any(group in MBBL for group in groups):
+    for group in [group for group in SOLVED if group in groups]:
+        found = improvement(groups[group], "IV-DQN", lambda run: -solved_episode(run))
+        better += [[group, *row] for row in found]
+    if suite in (None, "table2") and any(group in MBBL for group in groups):
         header = ["return", *(f"{g.split('-')[1]}: {who}" for g in MBBL for who in ("ours", "paper"))]
         rows = []
         for (step, system), paper in PAPER_2.items():
@@ -365,13 +384,15 @@ def write_tables(groups: dict[str, dict[str, Cell]], out: Path) -> None:
             rows.append([f"{step // 1000}k {system}", *(x for pair in zip(cells, paper, strict=True) for x in pair)])
         note = "Mean ± standard error of the last ten evaluations; in brackets, runs. The paper: 25 runs a cell."
         write_table(out / "table2", header, rows, note)
-        for group in [group for group in MBBL if group in groups]:
-            for step in (100_000, 200_000):
-                found = improvement(groups[group], "IV-SAC", lambda run, step=step: return_at(run, step))
-                better += [[f"{group}, {step // 1000}k", *row] for row in found]
+    for group in [group for group in MBBL if group in groups]:
+        for step in (100_000, 200_000):
+            found = improvement(groups[group], "IV-SAC", lambda run, step=step: return_at(run, step))
+            better += [[f"{group}, {step // 1000}k", *row] for row in found]
     if better:
         note = "Probability that one run is better than another; in brackets, 95% interval by stratified bootstrap."
-        write_table(out / "improvement", ["environment", "systems", "probability"], better, note)
+        write_table(
+            out / f"{f'{suite}-' if suite else ''}improvement", ["environment", "systems", "probability"], better, note
+        )
 
 
 if __name__ == "__main__":
@@ -392,15 +413,9 @@ if __name__ == "__main__":
         sys.exit(1)
     order = [*COLOURS, *sorted({system for cells in groups.values() for system in cells} - set(COLOURS))]
     groups = {group: {system: cells[system] for system in order if system in cells} for group, cells in groups.items()}
+    report_missing(groups, seeds, args.suite)
     for group, cells in groups.items():
-        expected = {"table1": [*PAPER_1], "table2": ["SAC", "EnsembleSAC", "SunriseSAC", "IV-SAC"]}.get(args.suite, [])
-        for system in dict.fromkeys([*expected, *cells]):
-            for env_id in sorted({env_id for each in cells.values() for env_id in each}):
-                missing = seeds[env_id] - {run.seed for run in cells.get(system, {}).get(env_id, [])}
-                if missing:
-                    numbers = ", ".join(sorted(missing, key=lambda seed: (len(seed), seed)))
-                    complain(f"missing: {env_id}, {system}, seeds {numbers}")
         name = f"{args.suite}-{group}" if args.suite else group
         plot_curves(group, cells, args.out / name)
         plot_variance(group, cells, args.out / f"{name}-variance")
-    write_tables(groups, args.out)
+    write_tables(groups, args.out, args.suite)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, VARIABLES, read_rows, script
+from conftest import ROOT, VARIABLES, read_rows, run_script, script
 
 PAPER = ["table1", "table2", "ablations-dqn", "ablations-sac", "lambda", "weighting"]
 SYSTEMS_1, SYSTEMS_2 = ["DQN", "BootstrapDQN", "SunriseDQN", "IV-DQN"], ["SAC", "EnsembleSAC", "SunriseSAC", "IV-SAC"]
@@ -107,6 +107,16 @@ def test_every_cell_of_the_papers_tables_is_there(tmp_path: Path, monkeypatch: p
             assert getattr(args, name) == float(value), (cell, name)
 
 
+def test_no_short_run_can_pass_for_one_of_the_papers(tmp_path: Path):
+    names = [set(planned(suite, "--seeds", "5", runs=tmp_path)) for suite in ("smoke", "search", "all")]
+    assert sum(map(len, names)) == len(set().union(*names))
+
+
+def test_folders_with_spaces(tmp_path: Path):
+    command = next(iter(planned("smoke", runs=tmp_path / "my runs").values()))
+    assert command[command.index("--runs-dir") + 1] == str(tmp_path / "my runs")
+
+
 def test_the_readme_counts_the_runs(tmp_path: Path):
     rows = re.findall(r"^\| `([\w-]+)` \| .* \| (\d+) \| [\d.]+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {suite for suite, _ in rows} == {*PAPER, "smoke", "all"}
@@ -176,6 +186,21 @@ def test_stop_resume_skip_and_failure(tmp_path: Path):
     assert (tmp_path / slow / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_stop_before_the_scripts_are_ready(tmp_path: Path):
+    """Children that die of the signal itself, all at once, are not waited for in vain."""
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/bash\nexec sleep 100\n")
+    sleeper.chmod(0o755)
+    variables = os.environ | {"RUNS_DIR": str(tmp_path / "runs"), "PYTHON": str(sleeper)}
+    command = [str(ROOT / "benchmark.sh"), "smoke", "--workers", "4"]
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(2)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out.count("stopped, to be resumed") == 4
+
+
 def wandb_records(path: Path) -> Iterator:
     """The protobuf records of a .wandb file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
@@ -215,6 +240,18 @@ def test_what_is_tracked_can_be_read_back(tmp_path: Path):
     assert list(history) == sorted(expected)
     for step, row in expected.items():
         assert history[step] == pytest.approx(row), step
+    assert (logged.parent / "files" / "code" / "ivdqn.py").exists()
+
+    # Resumed, the run goes on under its own id, from where it was.
+    arguments = ("--resume", "--run-name", name, "--runs-dir", str(tmp_path), "--total-timesteps", "800", "--track")
+    assert run_script("ivdqn", *arguments, cwd=tmp_path).code == 0
+    (second,) = set((tmp_path / name).rglob("*.wandb")) - {logged}
+    records = list(wandb_records(second))
+    assert [record.run.run_id for record in records if record.WhichOneof("record_type") == "run"] == [name]
+    items = [item for record in records for item in record.history.item if item.key == "_step"]
+    steps = [int(item.value_json) for item in items]
+    assert steps
+    assert steps == sorted({row["global_step"] for row in read_rows(tmp_path / name)[len(rows) :]})
 
 
 @pytest.fixture
@@ -239,7 +276,8 @@ def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
         SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU
         StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool
         SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.pid
-        NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+        SlurmdParameters=config_overrides
+        NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
         PartitionName=main Nodes=ALL Default=YES
     """
     (folder / "slurm.conf").write_text(config)
@@ -276,7 +314,7 @@ def test_slurm_finishes_every_run_exactly_once(cluster: dict[str, str], tmp_path
     names = list(commands)
     result = benchmark("smoke", "--seeds", "1", "--slurm", "--time=30", runs=runs, **cluster)
     assert result.returncode == 0, result.stderr
-    job = re.search(r"Submitted batch job (\d+)", result.stdout)[1]
+    job = re.search(r"submitted 20 runs as job (\d+)", result.stdout)[1]
 
     requeued, cancelled = names.index("Pendulum-v1__IV-SAC__1"), names.index("Pendulum-v1__L2+VarEnsembleSAC__1")
     running = set()
@@ -301,7 +339,7 @@ def test_slurm_finishes_every_run_exactly_once(cluster: dict[str, str], tmp_path
 
     # Submitted again, only what is missing runs.
     result = benchmark("smoke", "--seeds", "1", "--slurm", "--time=30", runs=runs, **cluster)
-    second = re.search(r"Submitted batch job (\d+)", result.stdout)[1]
+    second = re.search(r"submitted 1 runs as job (\d+)", result.stdout)[1]
     deadline = time.time() + 120
     while slurm("squeue", "--noheader", **cluster):
         assert time.time() < deadline, slurm("squeue", **cluster)

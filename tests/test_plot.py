@@ -1,6 +1,7 @@
 """plot.py on synthetic runs whose answers are known by hand."""
 
 import csv
+import gzip
 import json
 import shutil
 import subprocess
@@ -95,6 +96,7 @@ def test_a_suite_draws_its_own_systems_only(tmp_path: Path):
     runs, out = tmp_path / "runs", tmp_path / "out"
     for system in ("DQN", "IV-DQN", "L2+VarEnsembleDQN", "IV-DQN-lambda=5"):
         write_run(runs, "LunarLander-v3", system, 1, discrete_rows(150, 300))
+    write_run(runs, "CartPole-v1", "DQN", 1, discrete_rows(150, 300))
     for suite, systems in (("ablations-dqn", "DQN, IV-DQN, L2+VarEnsembleDQN"), ("lambda", "IV-DQN, IV-DQN-lambda=5")):
         result = run_plot(runs, "--out", out, "--suite", suite)
         assert result.returncode == 0, result.stderr
@@ -104,9 +106,14 @@ def test_a_suite_draws_its_own_systems_only(tmp_path: Path):
                 suite,
                 system,
             )
+    assert not list(out.glob("table*"))
     result = run_plot(runs, "--out", out, "--suite", "table1")
+    assert (out / "table1.md").exists()
+    assert not list(out.glob("*CartPole*"))
     for system in ("BootstrapDQN", "SunriseDQN"):
         assert f"missing: LunarLander-v3, {system}, seeds 1" in result.stderr
+    for env_id in ("MountainCar-v0", "CartpoleNoise3-v0"):
+        assert f"missing: {env_id}, all systems" in result.stderr
 
 
 def test_what_cannot_be_used_is_named_and_left_out(tmp_path: Path):
@@ -125,11 +132,15 @@ def test_what_cannot_be_used_is_named_and_left_out(tmp_path: Path):
     (bad["cut"] / "metrics.jsonl").write_text(text[:-20])
     (bad["configless"] / "config.json").unlink()
     (runs / "notes.jsonl.gz").write_bytes(b"not gzip")
+    damaged = bytearray(gzip.compress(b"{}" * 1000))
+    damaged[15:20] = b"\xff" * 5
+    (runs / "damaged.jsonl.gz").write_bytes(damaged)
     result = run_plot(runs, "--out", out)
     assert result.returncode == 0, result.stderr
-    for path in (*bad.values(), runs / "notes.jsonl.gz"):
-        assert f"left out {path.name}" in result.stderr or f"left out {path}" in result.stderr, path
-    assert "missing: LunarLander-v3, IV-DQN, seeds 6" in result.stderr
+    for path in (*bad.values(), runs / "notes.jsonl.gz", runs / "damaged.jsonl.gz"):
+        assert result.stderr.count(f"left out {path}: ") == 1, path
+    assert "(2 runs)" in (out / "LunarLander-v3.svg").read_text()
+    assert "(3 runs)" not in (out / "LunarLander-v3.svg").read_text()
     assert table(out / "table1.csv")["DQN"]["LunarLander-v3: ours"] == "200-200-200 (2)"
     empty = run_plot(tmp_path / "nothing")
     assert (empty.returncode, empty.stderr.count("\n")) == (2, 1)
@@ -146,6 +157,12 @@ def test_an_archive_redraws_the_same(tmp_path: Path):
     shutil.rmtree(tmp_path / "runs")
     assert len(list((tmp_path / "archive").iterdir())) == 3
     assert run_plot(tmp_path / "archive", "--out", tmp_path / "b").returncode == 0
+    write_run(tmp_path / "archive", "LunarLander-v3", "IV-DQN", 1, discrete_rows(110, 300))
+    assert (
+        "(3 runs)"
+        in run_plot(tmp_path / "archive", "--out", tmp_path / "c").stdout
+        + (tmp_path / "c" / "LunarLander-v3.svg").read_text()
+    )
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
 
