@@ -390,9 +390,8 @@ def write_tables(groups: dict[str, dict[str, Cell]], out: Path, suite: str | Non
             better += [[f"{group}, {step // 1000}k", *row] for row in found]
     if better:
         note = "Probability that one run is better than another; in brackets, 95% interval by stratified bootstrap."
-        write_table(
-            out / f"{f'{suite}-' if suite else ''}improvement", ["environment", "systems", "probability"], better, note
-        )
+        path = out / "-".join(filter(None, (suite, "improvement")))
+        write_table(path, ["environment", "systems", "probability"], better, note)
 
 
 if __name__ == "__main__":

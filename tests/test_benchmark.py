@@ -248,7 +248,7 @@ def test_what_is_tracked_can_be_read_back(tmp_path: Path):
     (second,) = set((tmp_path / name).rglob("*.wandb")) - {logged}
     records = list(wandb_records(second))
     assert [record.run.run_id for record in records if record.WhichOneof("record_type") == "run"] == [name]
-    items = [item for record in records for item in record.history.item if item.key == "_step"]
+    items = [item for record in records for item in record.history.item if "_step" in (item.key, *item.nested_key)]
     steps = [int(item.value_json) for item in items]
     assert steps
     assert steps == sorted({row["global_step"] for row in read_rows(tmp_path / name)[len(rows) :]})
