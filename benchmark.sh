@@ -205,7 +205,8 @@ baselines b LunarLander-v3 "${lunar[@]}" --batch-size 64 --learning-rate 1e-3 --
 baselines c LunarLander-v3 "${lunar[@]}" --batch-size 64 --learning-rate 1e-3 --mask-prob 0.9 --prior-scale 1
 cell search IV-DQN-a LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --xi 10
 cell search IV-DQN-b LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.9
-cell search IV-DQN-c LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.75
+cell search IV-DQN-c LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.9 --learning-rate 5e-4 --mask-prob 0.9 \
+  --prior-scale 10
 greedy=(--tau 0.05 --mask-prob 0.5 --prior-scale 10 --epsilon-decay 0.98)
 cell search DQN-a MountainCar-v0 dqn.py "${car[@]}" --tau 0.01 --epsilon-decay 0.98
 cell search DQN-b MountainCar-v0 dqn.py "${car[@]}" --tau 0.05 --epsilon-decay 0.98
