@@ -232,7 +232,8 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 def legend(figure: plt.Figure, axes: plt.Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
+    columns = 4 if max(map(len, labels)) < 24 else 3
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
 
 
 def plot_curves(group: str, cells: dict[str, Cell], path: Path) -> None:
@@ -260,7 +261,7 @@ def plot_curves(group: str, cells: dict[str, Cell], path: Path) -> None:
             share = np.arange(np.isfinite(episodes).sum() + 1) / max(len(episodes), 1)
             panels[2].step(steps, [*share, share[-1]], where="post", **style)
     panels[1].sharey(panels[0])
-    panels[0].set(title="mean ± standard error" + discrete * "\n(solved runs keep their last)")
+    panels[0].set(title="mean ± standard error")
     panels[1].set(title="interquartile mean, 95% interval")
     x, y = (
         ("training episode", "evaluation return\n(mean of 100)")
@@ -274,7 +275,7 @@ def plot_curves(group: str, cells: dict[str, Cell], path: Path) -> None:
         panels[2].set(title="share of runs solved", ylim=(-0.02, 1.02))
         for axes in panels[:2]:
             axes.axhline(SOLVED[group][0], color="grey", linewidth=0.6, linestyle=":")
-    figure.suptitle(group, fontsize=9)
+    figure.suptitle(f"{group}{discrete * ' (a run that ended solved keeps its last value)'}", fontsize=9)
     legend(figure, panels[0])
     save(figure, path)
 
