@@ -94,7 +94,7 @@ def parse_args() -> Args:
         folder = Path(args.evaluate or Path(args.runs_dir, args.run_name))
         try:
             config = json.loads((folder / "config.json").read_text())
-            saved = config["args"] | {"run_name": args.run_name, "runs_dir": args.runs_dir}
+            saved = config["args"] | {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": args.resume}
             args = tyro.cli(Args, default=Args(**saved))
         except (OSError, ValueError, TypeError, KeyError) as error:
             refuse(f"{folder} holds no run of {SCRIPT}: {error}")
@@ -229,8 +229,8 @@ class Run:
             state = load_checkpoint(self.folder, args, parts)
             self.progress, size, rng.bit_generator.state = state["progress"], state["size"], state["numpy_rng"]
             torch.set_rng_state(state["torch_rng"])
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self.metrics.truncate(size)  # what came after the checkpoint will come again
+            torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
+        self.metrics.seek(self.metrics.truncate(size))  # what came after the checkpoint will come again
         self.save_config("running")
         self.signal, self.start_step, self.start_time = 0, self.progress[0], time.time()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -263,8 +263,8 @@ class Run:
         if final or progress[0] - self.progress[0] >= self.args.checkpoint_every:
             state = {name: part.state_dict() for name, part in self.parts.items()}
             state |= {"script": SCRIPT, "env_id": self.args.env_id, "progress": progress, "size": self.metrics.tell()}
-            state |= {"numpy_rng": self.rng.bit_generator.state}
-            state |= {"torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()}
+            state |= {"numpy_rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state()}
+            state |= {"cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
             self.replace("checkpoint.pt", lambda file: torch.save(state, file))
             self.progress = progress
         if final:

@@ -89,7 +89,7 @@ eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch
 seed >= 0; env_seed is None or env_seed >= 0; learning_rate > 0; 0 <= gamma <= 1; 0 < tau <= 1
 0 <= end_epsilon <= start_epsilon <= 1; 0 < epsilon_decay <= 1
 num_nets >= 1; 0 < mask_prob <= 1; prior_scale >= 0; batch_size / mask_prob <= buffer_size
-0 < mebs_ratio <= 1; xi is None or xi >= 0; loss_attenuation_weight >= 0; sunrise_temperature >= 0; uwac_beta > 0
+0 < mebs_ratio <= 1; xi is None or 0 <= xi < 1e30; loss_attenuation_weight >= 0; sunrise_temperature >= 0; uwac_beta > 0
 """
 SCRIPT = Path(__file__).name
 
@@ -108,7 +108,7 @@ def parse_args() -> Args:
         folder = Path(args.evaluate or Path(args.runs_dir, args.run_name))
         try:
             config = json.loads((folder / "config.json").read_text())
-            saved = config["args"] | {"run_name": args.run_name, "runs_dir": args.runs_dir}
+            saved = config["args"] | {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": args.resume}
             args = tyro.cli(Args, default=Args(**saved))
         except (OSError, ValueError, TypeError, KeyError) as error:
             refuse(f"{folder} holds no run of {SCRIPT}: {error}")
@@ -299,7 +299,7 @@ def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNames
     metrics |= {"uncertainty/target_variance_mean": target_variance.mean, "uncertainty/weight_max": weight.max}
     metrics |= {"uncertainty/target_variance_median": target_variance.median, "uncertainty/xi": xi.mean}
     metrics |= {"uncertainty/predicted_variance_mean": lambda: log_variance.exp().mean()}
-    return loss, metrics | {"uncertainty/effective_batch_size": lambda: effective_batch_size(weight).mean()}
+    return loss, metrics | {"uncertainty/effective_batch_size": lambda: effective_batch_size(weight).nanmean()}
 
 
 # ---------------------------------------------------------------------------- acting and evaluation
@@ -378,8 +378,8 @@ class Run:
             state = load_checkpoint(self.folder, args, parts)
             self.progress, size, rng.bit_generator.state = state["progress"], state["size"], state["numpy_rng"]
             torch.set_rng_state(state["torch_rng"])
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self.metrics.truncate(size)  # what came after the checkpoint will come again
+            torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
+        self.metrics.seek(self.metrics.truncate(size))  # what came after the checkpoint will come again
         self.save_config("running")
         self.signal, self.start_step, self.start_time = 0, self.progress[0], time.time()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -412,8 +412,8 @@ class Run:
         if final or progress[0] - self.progress[0] >= self.args.checkpoint_every:
             state = {name: part.state_dict() for name, part in self.parts.items()}
             state |= {"script": SCRIPT, "env_id": self.args.env_id, "progress": progress, "size": self.metrics.tell()}
-            state |= {"numpy_rng": self.rng.bit_generator.state}
-            state |= {"torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()}
+            state |= {"numpy_rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state()}
+            state |= {"cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
             self.replace("checkpoint.pt", lambda file: torch.save(state, file))
             self.progress = progress
         if final:

@@ -99,7 +99,7 @@ def parse_args() -> Args:
         folder = Path(args.evaluate or Path(args.runs_dir, args.run_name))
         try:
             config = json.loads((folder / "config.json").read_text())
-            saved = config["args"] | {"run_name": args.run_name, "runs_dir": args.runs_dir}
+            saved = config["args"] | {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": args.resume}
             args = tyro.cli(Args, default=Args(**saved))
         except (OSError, ValueError, TypeError, KeyError) as error:
             refuse(f"{folder} holds no run of {SCRIPT}: {error}")
@@ -131,15 +131,15 @@ class WideMLP(nn.Module):
         return torch.baddbmm(self.bias3, self.weight3, x).mT
 
 
-def tanh_gaussian(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A sample of a tanh-Gaussian policy, its log-probability, and the deterministic action."""
+def tanh_gaussian(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sample of a tanh-Gaussian policy and its log-probability."""
     mean, log_std = output.chunk(2, -1)
     log_std = log_std.clamp(-20, 2)
     noise = torch.randn_like(mean)
     raw = mean + log_std.exp() * noise
     log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
     log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2)
-    return raw.tanh(), (log_normal - log_slope).sum(-1), mean.tanh()
+    return raw.tanh(), (log_normal - log_slope).sum(-1)
 
 
 class EnsembleCritic(nn.Module):
@@ -200,7 +200,7 @@ def sunrise_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -
     mask, alpha = batch.mask.T, agent.temperature["log_alpha"].detach().exp()  # (N, K), (N, 1)
     with torch.no_grad():
         # Lines 15 and 17: each member's own a', and its target.
-        next_action, log_prob, _ = tanh_gaussian(agent.actor(batch.next_observation))
+        next_action, log_prob = tanh_gaussian(agent.actor(batch.next_observation))
         all_mean = [agent.target_critic(batch.next_observation, action) for action in next_action]  # N of (N, 2, K)
         target_mean = torch.stack([mean[member] for member, mean in enumerate(all_mean)]).amin(1)  # (N, K)
         target = batch.reward + args.gamma * (1 - batch.terminated) * (target_mean - alpha * log_prob)
@@ -209,7 +209,7 @@ def sunrise_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -
         weight = uniform_weights(mask) * (torch.sigmoid(-std * args.sunrise_temperature) + 0.5)
     # Lines 21-23: SAC's actor loss, with the critics held fixed.
     agent.critic.requires_grad_(False)
-    action, log_prob, _ = tanh_gaussian(agent.actor(batch.observation))
+    action, log_prob = tanh_gaussian(agent.actor(batch.observation))
     mean = agent.critic(batch.observation, action).amin(1)  # (N, K)
     actor_loss = (uniform_weights(mask) * (alpha * log_prob - mean)).sum()
     minimize(agent.actor_optimizer, actor_loss)
@@ -261,7 +261,8 @@ def ucb_action(actor: nn.Module, critic: nn.Module, observation: np.ndarray, mem
 def average_action(actor: nn.Module, observation: np.ndarray) -> np.ndarray:
     """The average of the members' deterministic actions (App. A.4)."""
     observation = torch.as_tensor(observation, dtype=torch.float32, device=next(actor.parameters()).device).unsqueeze(0)
-    return tanh_gaussian(actor(observation))[2].mean(0).squeeze(0).cpu().numpy()
+    mean, _ = actor(observation).chunk(2, -1)
+    return mean.tanh().mean(0).squeeze(0).cpu().numpy()
 
 
 def evaluate(env: gym.Env, policy: Callable[[np.ndarray], Any], seed: int) -> float:
@@ -314,8 +315,8 @@ class Run:
             state = load_checkpoint(self.folder, args, parts)
             self.progress, size, rng.bit_generator.state = state["progress"], state["size"], state["numpy_rng"]
             torch.set_rng_state(state["torch_rng"])
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self.metrics.truncate(size)  # what came after the checkpoint will come again
+            torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
+        self.metrics.seek(self.metrics.truncate(size))  # what came after the checkpoint will come again
         self.save_config("running")
         self.signal, self.start_step, self.start_time = 0, self.progress[0], time.time()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -348,8 +349,8 @@ class Run:
         if final or progress[0] - self.progress[0] >= self.args.checkpoint_every:
             state = {name: part.state_dict() for name, part in self.parts.items()}
             state |= {"script": SCRIPT, "env_id": self.args.env_id, "progress": progress, "size": self.metrics.tell()}
-            state |= {"numpy_rng": self.rng.bit_generator.state}
-            state |= {"torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()}
+            state |= {"numpy_rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state()}
+            state |= {"cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
             self.replace("checkpoint.pt", lambda file: torch.save(state, file))
             self.progress = progress
         if final:

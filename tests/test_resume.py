@@ -335,3 +335,19 @@ def test_a_checkpoint_takes_no_second_copy_of_the_buffer(tmp_path: Path):
     size = (tmp_path / "x" / "checkpoint.pt").stat().st_size / 1e6
     assert size > 80
     assert read("VmHWM") - before < 1.1 * size
+
+
+def test_a_resume_that_ends_at_once_leaves_no_hole_in_the_metrics(tmp_path: Path):
+    arguments = ("--env-id", "CartPole-v1", "--learning-starts", "1000", "--runs-dir", "runs", "--run-name", "x")
+    assert call_script("dqn", *arguments, "--total-timesteps", "200", cwd=tmp_path).code == 0
+    before = read_rows(tmp_path / "runs" / "x")
+    with open(tmp_path / "runs" / "x" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"global_step": 999, "charts/episode": 99}) + "\n")  # after the last checkpoint
+    assert call_script("dqn", "--resume", "--run-name", "x", cwd=tmp_path).code == 0
+    assert read_rows(tmp_path / "runs" / "x") == before
+    assert call_script("dqn", "--resume", "--run-name", "x", "--total-timesteps", "400", cwd=tmp_path).code == 0
+    assert read_rows(tmp_path / "runs" / "x")[: len(before)] == before
+    assert len(read_rows(tmp_path / "runs" / "x")) > len(before)
+    # Once resumed, a run is evaluated like any other: with another seed, too.
+    result = call_script("dqn", "--evaluate", "runs/x", "--seed", "5", "--eval-episodes", "2", cwd=tmp_path)
+    assert (result.code, result.out[:5]) == (0, "mean ")

@@ -187,3 +187,16 @@ def test_video_of_a_mujoco_evaluation(tmp_path: Path):
         pytest.skip("OSMesa (Debian's libosmesa6) is not installed, so MuJoCo cannot render without a display")
     assert result.code == 0, result.err
     assert len(list((tmp_path / "runs" / "x" / "videos").rglob("*.mp4"))) == 2
+
+
+@pytest.mark.parametrize("name", ["sac", "ivsac"])
+def test_evaluation_does_not_disturb_training(name: str, tmp_path: Path):
+    arguments = ("--env-id", "Pendulum-v1", "--total-timesteps", "400", "--learning-starts", "100", *TINY)
+    returns = {}
+    for every in ("0", "50"):
+        options = ("--rollout-length", "20", "--eval-every", every, "--run-name", every)
+        result = call_script(name, *arguments, *options, cwd=tmp_path)
+        assert result.code == 0, result.err
+        rows = read_rows(tmp_path / "runs" / every)
+        returns[every] = [row["charts/episodic_return"] for row in rows if "charts/episodic_return" in row]
+    assert returns["0"] == returns["50"]
