@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -50,6 +50,7 @@ SIZES = {"LunarLander-v3": (8, 4), "Walker2d-v4": (17, 6)}  # observations, acti
 class Args:
     out: Path = ROOT / "results" / "speed.json"  # where the numbers go
     repetitions: int = 5  # of every measurement, alternating
+    profile: Literal[*DISCRETE, *CONTINUOUS] | None = None  # print the operators of this script's update, and leave
 
 
 # ---------------------------------------------------------------------------- whole steps
@@ -371,8 +372,28 @@ def start_table() -> list[dict]:
     return show("Seconds", ["script", "start to the end of the first step", "checkpoint of 100,000 transitions"], rows)
 
 
+def print_profile(name: str) -> None:
+    """The operators of an update that take the most time, on one thread."""
+    torch.set_num_threads(1)
+    discrete = name in DISCRETE
+    update, _, _ = make_update(name, "LunarLander-v3" if discrete else "Walker2d-v4", 64 if discrete else 256)
+    calls = 100 if discrete else 10
+    milliseconds(update, calls)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        milliseconds(update, calls)
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_cpu_time_total)
+    total, counts = sum(row.self_cpu_time_total for row in rows), sum(row.count for row in rows)
+    print(f"{name}: {total / calls / 1000:.2f} ms and {counts / calls:.0f} calls an update, profiled")
+    table = [
+        [row.key, row.count / calls, row.self_cpu_time_total / calls, row.self_cpu_time_total / total] for row in rows
+    ]
+    show(f"Operators of {name}", ["operator", "calls", "microseconds", "share"], table[:12])
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    if args.profile:
+        sys.exit(print_profile(args.profile))
     if importlib.util.find_spec("stable_baselines3") is None:
         sys.exit("speed.py: stable-baselines3 is not installed: pip install stable-baselines3")
     warnings.filterwarnings("ignore")
