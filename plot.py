@@ -363,6 +363,18 @@ def write_table(path: Path, header: list[str], rows: list[list[str]], note: str)
     print(text)
 
 
+def write_runs(groups: dict[str, dict[str, Cell]], path: Path) -> None:
+    """What each run came to: the episode at which it was solved, and the last point of its curve."""
+    rows = [["run", "solved at episode", "last mean evaluation return"]]
+    for run in [run for cells in groups.values() for cell in cells.values() for runs in cell.values() for run in runs]:
+        solved = solved_episode(run) if run.group in SOLVED else None
+        text = "" if solved is None else "max" if np.isinf(solved) else f"{solved:.0f}"
+        rows.append([run.name, text, f"{run.curve()[1][-1]:.1f}"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
 def write_tables(groups: dict[str, dict[str, Cell]], out: Path, suite: str | None) -> None:
     """Tables 1 and 2 in the paper's form, as far as there are runs for them, and the probabilities of improvement."""
     better = []
@@ -418,4 +430,5 @@ if __name__ == "__main__":
         name = f"{args.suite}-{group}" if args.suite else group
         plot_curves(group, cells, args.out / name)
         plot_variance(group, cells, args.out / f"{name}-variance")
+    write_runs(groups, args.out / "-".join(filter(None, (args.suite, "runs.csv"))))
     write_tables(groups, args.out, args.suite)

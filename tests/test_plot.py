@@ -67,6 +67,14 @@ def test_tables_of_known_runs(tmp_path: Path):
         write_run(runs, "paper_envs:MBBL-Hopper-v0", "IV-SAC", seed, continuous_rows(2500.0))
     result = run_plot(runs, "--out", out)
     assert result.returncode == 0, result.stderr
+    each = table(out / "runs.csv")
+    assert each["LunarLander-v3__DQN__2"] == {
+        "run": "LunarLander-v3__DQN__2",
+        "solved at episode": "200",
+        "last mean evaluation return": "200.0",
+    }
+    assert each["LunarLander-v3__DQN__5"]["solved at episode"] == "max"
+    assert each["MBBL-Hopper-v0__SAC__2"]["last mean evaluation return"] == "1955.0"
     first = table(out / "table1.csv")
     assert first["DQN"]["LunarLander-v3: ours"] == "200-300-400 (5)"
     assert first["DQN"]["LunarLander-v3: paper"] == "296-316-349"
