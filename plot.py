@@ -146,7 +146,8 @@ def archive(run: Run, folder: Path) -> None:
     """One file a run: the configuration, then the rows without the losses. The same run gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{k: v for k, v in row.items() if not k.startswith(("losses/", "exploration/"))} for row in run.rows]
-    text = "\n".join(json.dumps(row) for row in (run.config, *(row for row in rows if len(row) > 1)))
+    config = run.config | {"args": run.config["args"] | {"runs_dir": "runs"}}  # no paths of the machine it ran on
+    text = "\n".join(json.dumps(row) for row in (config, *(row for row in rows if len(row) > 1)))
     (folder / f"{run.name}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
