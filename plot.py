@@ -25,7 +25,7 @@ import tyro
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-Cell = dict[str, list["Run"]]  # environment (several noise scales can be one cell) -> runs
+Cell = dict[str, list["FinishedRun"]]  # environment (several noise scales can be one cell) -> runs
 
 SYSTEMS = {"dqn": "DQN", "bootstrap_dqn": "BootstrapDQN", "sunrise_dqn": "SunriseDQN", "ivdqn": "IV-DQN"}
 SYSTEMS |= {"sac": "SAC", "ensemble_sac": "EnsembleSAC", "sunrise": "SunriseSAC", "ivsac": "IV-SAC"}
@@ -78,7 +78,7 @@ class Args:
 
 
 @dataclass
-class Run:
+class FinishedRun:
     name: str
     env_id: str
     system: str
@@ -105,7 +105,7 @@ class Run:
         return step, (total[1:] - total[start]) / (np.arange(len(value)) + 1 - start)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> FinishedRun:
     if path.is_dir():
         config, text = json.loads((path / "config.json").read_text()), (path / "metrics.jsonl").read_text()
     else:
@@ -119,14 +119,14 @@ def read_run(path: Path) -> Run:
     rows = [json.loads(line) for line in text.splitlines()]
     if not any("charts/eval_return" in row for row in rows):
         raise ValueError("it holds no evaluation")
-    return Run(name, env_id, SYSTEMS.get(system, system), seed, config, rows)
+    return FinishedRun(name, env_id, SYSTEMS.get(system, system), seed, config, rows)
 
 
 def complain(what: object) -> None:
     print(what, file=sys.stderr)
 
 
-def read_runs(folder: Path, suite: str | None) -> list[Run]:
+def read_runs(folder: Path, suite: str | None) -> list[FinishedRun]:
     runs = {}
     found = {path.parent for name in ("config.json", "metrics.jsonl") for path in folder.glob(f"*/{name}")}
     for path in sorted(found | {*folder.glob("*.jsonl.gz")}):
@@ -142,7 +142,7 @@ def read_runs(folder: Path, suite: str | None) -> list[Run]:
     return list(runs.values())
 
 
-def archive(run: Run, folder: Path) -> None:
+def archive(run: FinishedRun, folder: Path) -> None:
     """One file a run: the configuration, then the rows without the losses. The same run gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{k: v for k, v in row.items() if not k.startswith(("losses/", "exploration/"))} for row in run.rows]
@@ -152,7 +152,7 @@ def archive(run: Run, folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------- statistics
-def solved_episode(run: Run) -> float:
+def solved_episode(run: FinishedRun) -> float:
     """The first episode from the hundredth on whose last 100 evaluations average the score, or infinity."""
     score, cap = SOLVED[run.group]
     episode, mean = run.column("charts/episode", "charts/eval_return_mean100")
@@ -162,7 +162,7 @@ def solved_episode(run: Run) -> float:
     return solved[0] if len(solved) else np.inf
 
 
-def return_at(run: Run, step: int) -> float:
+def return_at(run: FinishedRun, step: int) -> float:
     """The mean of the ten evaluations up to a step."""
     steps, value = run.curve()
     if steps[-1] < step:
