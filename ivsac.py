@@ -200,7 +200,7 @@ class ReplayBuffer:
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
     """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
-    return variance.mean(0) + mean.var(0, unbiased=False)
+    return (variance + (mean - mean.mean(0)) ** 2).mean(0)
 
 
 def effective_batch_size(weight: torch.Tensor) -> torch.Tensor:
