@@ -379,7 +379,7 @@ def write_runs(groups: dict[str, dict[str, Cell]], path: Path) -> None:
 def write_tables(groups: dict[str, dict[str, Cell]], out: Path, suite: str | None) -> None:
     """Tables 1 and 2 in the paper's form, as far as there are runs for them, and the probabilities of improvement."""
     better = []
-    if suite in (None, "table1") and any(group in SOLVED for group in groups):
+    if suite in (None, "table1") and any(system in PAPER_1 for g in SOLVED for system in groups.get(g, ())):
         header = ["episodes to solve", *(f"{g}: {who}" for g in SOLVED for who in ("ours", "paper"))]
         rows = []
         for system, paper in PAPER_1.items():
