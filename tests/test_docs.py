@@ -1,8 +1,10 @@
-"""The README: its links lead to what they name, its commands parse."""
+"""The README: its links lead to what they name, its commands parse, its tables are those of the committed rows."""
 
 import re
 import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, script
@@ -37,3 +39,14 @@ def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     args = script(name.removesuffix(".py")).parse_args()
     assert args.exp_name == name.removesuffix(".py")
+
+
+def test_the_results_are_what_the_committed_rows_give(tmp_path: Path):
+    """results/table1 drawn anew: the tables in the README and the committed ones are the same, to the letter."""
+    rows, command = ROOT / "results" / "table1", [sys.executable, ROOT / "plot.py"]
+    subprocess.run([*command, rows, "--out", tmp_path, "--suite", "table1"], check=True, capture_output=True)
+    for name in ("table1.md", "table1-improvement.md", "table1-runs.csv"):
+        assert (tmp_path / name).read_text() == (rows / name).read_text(), name
+        if name.endswith(".md"):
+            table = (rows / name).read_text().split("\n\n")[0]
+            assert table in README, f"the README does not hold {name}"
