@@ -54,7 +54,6 @@ class Args:
     seed: int = 1  # seed of networks, exploration and minibatches
     env_seed: int | None = None  # seed of the environment (default: --seed)
     torch_deterministic: bool = True  # let torch use deterministic algorithms only
-    compile: bool = False  # compile the loss: faster updates, but a slow start, and a C++ compiler is needed
     env_id: str = "LunarLander-v3"  # gymnasium id of the environment: discrete actions, flat observations
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     eval_every: int = 1  # training episodes between two evaluation episodes (0: never)
@@ -124,20 +123,20 @@ def parse_args() -> Args:
 
 # ---------------------------------------------------------------------------- networks
 class EnsembleMLP(nn.Module):
-    """N independent MLPs with two hidden ReLU layers, evaluated at once along a leading ensemble axis."""
+    """N independent MLPs with two hidden ReLU layers along a leading ensemble axis; features come before samples."""
 
     def __init__(self, num_nets: int, inputs: int, hidden: int, outputs: int):
         super().__init__()
         for layer, (fan_in, fan_out) in enumerate(((inputs, hidden), (hidden, hidden), (hidden, outputs)), start=1):
-            for name, rows in ((f"weight{layer}", fan_in), (f"bias{layer}", 1)):
-                value = torch.empty(num_nets, rows, fan_out).uniform_(-(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear
+            for name, columns in ((f"weight{layer}", fan_in), (f"bias{layer}", 1)):
+                value = torch.empty(num_nets, fan_out, columns).uniform_(-(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear
                 self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape[-2:])
-        x = torch.baddbmm(self.bias1, x, self.weight1).relu_()
-        x = torch.baddbmm(self.bias2, x, self.weight2).relu_()
-        return torch.baddbmm(self.bias3, x, self.weight3)
+        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # thin last layers multiply faster so
+        x = torch.baddbmm(self.bias1, self.weight1, x).relu_()
+        x = torch.baddbmm(self.bias2, self.weight2, x).relu_()
+        return torch.baddbmm(self.bias3, self.weight3, x).mT
 
 
 class VarEnsembleQNetwork(nn.Module):
@@ -196,34 +195,33 @@ def effective_batch_size(weight: torch.Tensor) -> torch.Tensor:
     return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
-@np.errstate(all="ignore")
 def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
     """The smallest xi >= 0 with EBS >= MEBS, for all members at once (Eq. 2): (N, K) -> (N, 1).
 
-    Newton's method on ln(EBS / (n - EBS)) over ln xi, almost a straight line, else bisection. At `high`, EBS >= MEBS.
+    Newton's method on the weights' mean over their deviation, (n / EBS - 1)^-1/2: concave in xi, and almost a line.
     """
-    zero, tolerance = 1e-90, 1e-6  # `zero` stands for xi = 0 and keeps every weight finite
-    count = np.maximum(mask.sum(-1, keepdims=True), 1)
+    zero, tolerance = 1e-60, 1e-6  # `zero` stands for xi = 0 and keeps every weight finite
+    noise, xi = np.sort(np.where(mask, variance, np.inf)), np.full(len(mask), zero)  # a masked sample gets no weight
+    count = np.maximum(mask.sum(-1), 1)
     mebs = np.minimum(mebs_ratio * count, count - 1)
-    scale = np.where(mask, variance, 0).max(-1, keepdims=True) + zero
-    noise = np.where(mask, variance / scale, np.inf)  # in [0, 1]; a masked sample gets no weight
-    odds = mebs / (count - mebs)
-    xi, low, high = zero, zero, 0.5 * np.sqrt(odds)  # `high` is enough, by Kantorovich's inequality
-    for _ in range(200):
-        weight = 1 / (noise + xi)
+    unsettled = list(zip(range(len(mask)), count.tolist(), np.sqrt(mebs / (count - mebs)).tolist(), strict=True))
+    for attempt in range(200):
+        weight = 1 / (noise + xi[:, None])
         square = weight * weight
-        total, squares, cubes = (x.sum(-1, keepdims=True) for x in (weight, square, square * weight))
-        ebs = total * total / squares
-        enough = ~(ebs < mebs)
-        low, high = np.where(enough, low, xi), np.where(enough, xi, high)
-        settled = enough & ((ebs <= mebs * (1 + tolerance)) | (xi == zero))
-        if settled.all():
+        sums = [x.sum(-1).tolist() for x in (weight, square, square * weight)]
+        members, unsettled = unsettled, []
+        for j, n, goal in members:
+            total, squares, cubes = (x[j] for x in sums)
+            deviation, slope = math.sqrt(max(n * squares - total**2, 0)), n * (total * cubes - squares**2)
+            excess = total - goal * deviation
+            if excess >= 0 and (attempt == 0 or excess <= tolerance * total):  # EBS >= MEBS, and no more than it
+                continue
+            unsettled.append((j, n, goal))
+            step = deviation**2 * (tolerance / 2 * total - excess) / slope if slope > 0 else -xi[j]
+            xi[j] = max(xi[j] + step, xi[j] / 8) if attempt else 0.3 * noise[j, int(mebs[j])]  # at first, a guess
+        if not unsettled:
             break
-        slope = 2 * xi * (cubes / squares - squares / total) * count / (count - ebs)
-        newton = xi * np.exp(np.log((1 + tolerance / 2) * odds * (count - ebs) / ebs) / slope)
-        middle = np.sqrt(np.maximum(low, 0.01 * high) * high)
-        xi = np.where(settled, xi, np.where((low < newton) & (newton < high), newton, middle))
-    return np.where(high > zero, high * scale, 0)
+    return np.where(xi > zero, xi, 0)[:, None]
 
 
 def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
@@ -239,26 +237,24 @@ def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) ->
     return np.array([[solve(noise[unmasked])] for noise, unmasked in zip(variance, mask, strict=True)])
 
 
-@torch.compiler.disable
-def choose_xi(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 23; Alg. 3, lines 22, 24)."""
-    if args.xi is not None:
-        return torch.full_like(variance[:, :1], args.xi)
-    solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
-    return torch.from_numpy(solve(variance.double().cpu().numpy(), mask.cpu().numpy(), args.mebs_ratio)).to(variance)
-
-
 def uniform_weights(mask: torch.Tensor) -> torch.Tensor:
     """The weights of a mean over each member's unmasked samples."""
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
-def biv_weights(variance: torch.Tensor, mask: torch.Tensor, xi: torch.Tensor) -> torch.Tensor:
+def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.ndarray:
     """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 1)."""
-    limit = torch.finfo(variance.dtype)
-    noise = torch.where(mask, (variance + xi).clamp_min(limit.tiny), math.inf)
-    weight = noise.amin(-1, keepdim=True).clamp_max(limit.max) / noise  # the largest is 1
-    return weight / weight.sum(-1, keepdim=True).clamp_min(1)
+    weight = mask / np.maximum(variance + xi, 1e-60)
+    return weight / np.maximum(weight.sum(-1, keepdims=True), 1e-60)
+
+
+def inverse_variance(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """BIV weights by a constant xi or each member's smallest with EBS >= MEBS (Alg. 2, lines 23-24), and that xi."""
+    noise, unmasked, xi = variance.double().cpu().numpy(), mask.cpu().numpy(), np.full((len(variance), 1), args.xi)
+    if args.xi is None:
+        solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
+        xi = solve(noise, unmasked, args.mebs_ratio)
+    return torch.from_numpy(biv_weights(noise, unmasked, xi)).to(variance), torch.from_numpy(xi)
 
 
 # ---------------------------------------------------------------------------- losses
@@ -269,7 +265,8 @@ def loss_attenuation(error: torch.Tensor, log_variance: torch.Tensor, weight: to
 
 def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args):
     """L_IVRL of a minibatch, summed over the members, which share no parameters (Alg. 2, lines 11-25; Eq. 10)."""
-    mask, uniform = batch.mask.T, uniform_weights(batch.mask.T)  # (N, K)
+    mask = batch.mask.T.contiguous()  # (N, K)
+    uniform = uniform_weights(mask)
     # Line 13: each member's prediction at (s, a).
     action = batch.action.expand_as(mask).unsqueeze(-1)
     mean, log_variance = (head.gather(-1, action).squeeze(-1) for head in network.heads(batch.observation))  # (N, K)
@@ -277,21 +274,21 @@ def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNames
         # Lines 14-15: each member's own greedy action a' and its target.
         next_mean, next_log_variance = target_network.heads(batch.next_observation)
         target_mean, next_action = next_mean.max(-1)  # (N, K)
-        target = batch.reward + args.gamma * (1 - batch.terminated) * target_mean
+        discount = args.gamma * (1 - batch.terminated)
+        target = batch.reward + discount * target_mean
         # Lines 16-21: the mixture of all members' predictions at (s', a').
         next_variance = mixture_variance(next_mean, next_log_variance.exp()).gather(-1, next_action.T).T  # (N, K)
         # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
-        target_variance = args.gamma**2 * (1 - batch.terminated) * next_variance
+        target_variance = discount**2 * next_variance
         # The weights of the unmasked samples: lines 23-24, or those of App. F.
         xi, weight = torch.zeros(()), uniform
         if args.weighting == "biv":
-            xi = choose_xi(target_variance, mask, args)
-            weight = biv_weights(target_variance, mask, xi)
+            weight, xi = inverse_variance(target_variance, mask, args)
         elif args.weighting == "sunrise":
             weight = weight * (torch.sigmoid(-next_variance.sqrt() * args.sunrise_temperature) + 0.5)
         elif args.weighting == "uwac":
             weight = weight * (args.uwac_beta / next_variance).clamp_max(1.5)
-    error = (mean - target) ** 2
+    error = nn.functional.mse_loss(mean, target, reduction="none")
     biv = (weight * error).sum()
     attenuation = loss_attenuation(error, log_variance, uniform) if args.variance_heads else torch.zeros(())
     loss = biv + args.loss_attenuation_weight * attenuation  # line 25: L_BIV + lambda L_LA
@@ -453,7 +450,6 @@ if __name__ == "__main__":
     eval_env = make_discrete_env(args.eval_env_id or args.env_id, **video)
     network = VarEnsembleQNetwork(env.observation_space.shape[0], int(env.action_space.n), args).to(device)
     target_network = copy.deepcopy(network).requires_grad_(False)
-    loss_function = torch.compile(ivdqn_loss) if args.compile else ivdqn_loss
     optimizer = torch.optim.Adam(network.net.parameters(), lr=args.learning_rate, fused=True)
     online, target = ([weight.data for weight in each.net.parameters()] for each in (network, target_network))
     observation, scalar = np.zeros(env.observation_space.shape, np.float32), np.float32(0)
@@ -498,7 +494,7 @@ if __name__ == "__main__":
             # From line 10: a gradient step for each network, and the soft update of its target.
             if global_step > args.learning_starts:
                 batch = buffer.sample(round(args.batch_size / mask_prob), rng)
-                loss, metrics = loss_function(network, target_network, batch, args)
+                loss, metrics = ivdqn_loss(network, target_network, batch, args)
                 require_finite(global_step, loss=loss.item())
                 optimizer.zero_grad()
                 loss.backward()

@@ -124,7 +124,7 @@ def parse_args() -> Args:
 
 
 # ---------------------------------------------------------------------------- networks
-class WideMLP(nn.Module):
+class EnsembleMLP(nn.Module):
     """N independent MLPs with two hidden ReLU layers along a leading ensemble axis; features come before samples."""
 
     def __init__(self, num_nets: int, inputs: int, hidden: int, outputs: int):
@@ -135,7 +135,7 @@ class WideMLP(nn.Module):
                 self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # large batches through thin last layers: faster so
+        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # thin last layers multiply faster so
         x = torch.baddbmm(self.bias1, self.weight1, x).relu_()
         x = torch.baddbmm(self.bias2, self.weight2, x).relu_()
         return torch.baddbmm(self.bias3, self.weight3, x).mT
@@ -158,7 +158,7 @@ class VarEnsembleCritic(nn.Module):
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
         sizes = (num_inputs + num_actions, args.hidden_size, 1 + args.variance_heads)
-        self.nets = nn.ModuleList(WideMLP(2, *sizes) for _ in range(args.num_nets))
+        self.nets = nn.ModuleList(EnsembleMLP(2, *sizes) for _ in range(args.num_nets))
 
     def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         return self.heads(observation, action)[0]
@@ -208,34 +208,33 @@ def effective_batch_size(weight: torch.Tensor) -> torch.Tensor:
     return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
-@np.errstate(all="ignore")
 def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
     """The smallest xi >= 0 with EBS >= MEBS, for all members at once (Eq. 2): (N, K) -> (N, 1).
 
-    Newton's method on ln(EBS / (n - EBS)) over ln xi, almost a straight line, else bisection. At `high`, EBS >= MEBS.
+    Newton's method on the weights' mean over their deviation, (n / EBS - 1)^-1/2: concave in xi, and almost a line.
     """
-    zero, tolerance = 1e-90, 1e-6  # `zero` stands for xi = 0 and keeps every weight finite
-    count = np.maximum(mask.sum(-1, keepdims=True), 1)
+    zero, tolerance = 1e-60, 1e-6  # `zero` stands for xi = 0 and keeps every weight finite
+    noise, xi = np.sort(np.where(mask, variance, np.inf)), np.full(len(mask), zero)  # a masked sample gets no weight
+    count = np.maximum(mask.sum(-1), 1)
     mebs = np.minimum(mebs_ratio * count, count - 1)
-    scale = np.where(mask, variance, 0).max(-1, keepdims=True) + zero
-    noise = np.where(mask, variance / scale, np.inf)  # in [0, 1]; a masked sample gets no weight
-    odds = mebs / (count - mebs)
-    xi, low, high = zero, zero, 0.5 * np.sqrt(odds)  # `high` is enough, by Kantorovich's inequality
-    for _ in range(200):
-        weight = 1 / (noise + xi)
+    unsettled = list(zip(range(len(mask)), count.tolist(), np.sqrt(mebs / (count - mebs)).tolist(), strict=True))
+    for attempt in range(200):
+        weight = 1 / (noise + xi[:, None])
         square = weight * weight
-        total, squares, cubes = (x.sum(-1, keepdims=True) for x in (weight, square, square * weight))
-        ebs = total * total / squares
-        enough = ~(ebs < mebs)
-        low, high = np.where(enough, low, xi), np.where(enough, xi, high)
-        settled = enough & ((ebs <= mebs * (1 + tolerance)) | (xi == zero))
-        if settled.all():
+        sums = [x.sum(-1).tolist() for x in (weight, square, square * weight)]
+        members, unsettled = unsettled, []
+        for j, n, goal in members:
+            total, squares, cubes = (x[j] for x in sums)
+            deviation, slope = math.sqrt(max(n * squares - total**2, 0)), n * (total * cubes - squares**2)
+            excess = total - goal * deviation
+            if excess >= 0 and (attempt == 0 or excess <= tolerance * total):  # EBS >= MEBS, and no more than it
+                continue
+            unsettled.append((j, n, goal))
+            step = deviation**2 * (tolerance / 2 * total - excess) / slope if slope > 0 else -xi[j]
+            xi[j] = max(xi[j] + step, xi[j] / 8) if attempt else 0.3 * noise[j, int(mebs[j])]  # at first, a guess
+        if not unsettled:
             break
-        slope = 2 * xi * (cubes / squares - squares / total) * count / (count - ebs)
-        newton = xi * np.exp(np.log((1 + tolerance / 2) * odds * (count - ebs) / ebs) / slope)
-        middle = np.sqrt(np.maximum(low, 0.01 * high) * high)
-        xi = np.where(settled, xi, np.where((low < newton) & (newton < high), newton, middle))
-    return np.where(high > zero, high * scale, 0)
+    return np.where(xi > zero, xi, 0)[:, None]
 
 
 def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
@@ -251,26 +250,24 @@ def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) ->
     return np.array([[solve(noise[unmasked])] for noise, unmasked in zip(variance, mask, strict=True)])
 
 
-@torch.compiler.disable
-def choose_xi(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """A constant xi, or each member's smallest with EBS >= MEBS (Alg. 2, line 23; Alg. 3, lines 22, 24)."""
-    if args.xi is not None:
-        return torch.full_like(variance[:, :1], args.xi)
-    solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
-    return torch.from_numpy(solve(variance.double().cpu().numpy(), mask.cpu().numpy(), args.mebs_ratio)).to(variance)
-
-
 def uniform_weights(mask: torch.Tensor) -> torch.Tensor:
     """The weights of a mean over each member's unmasked samples."""
     return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
-def biv_weights(variance: torch.Tensor, mask: torch.Tensor, xi: torch.Tensor) -> torch.Tensor:
+def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.ndarray:
     """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 1)."""
-    limit = torch.finfo(variance.dtype)
-    noise = torch.where(mask, (variance + xi).clamp_min(limit.tiny), math.inf)
-    weight = noise.amin(-1, keepdim=True).clamp_max(limit.max) / noise  # the largest is 1
-    return weight / weight.sum(-1, keepdim=True).clamp_min(1)
+    weight = mask / np.maximum(variance + xi, 1e-60)
+    return weight / np.maximum(weight.sum(-1, keepdims=True), 1e-60)
+
+
+def inverse_variance(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """BIV weights by a constant xi or each member's smallest with EBS >= MEBS (Alg. 2, lines 23-24), and that xi."""
+    noise, unmasked, xi = variance.double().cpu().numpy(), mask.cpu().numpy(), np.full((len(variance), 1), args.xi)
+    if args.xi is None:
+        solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
+        xi = solve(noise, unmasked, args.mebs_ratio)
+    return torch.from_numpy(biv_weights(noise, unmasked, xi)).to(variance), torch.from_numpy(xi)
 
 
 def predictive_variance(critic: nn.Module, observation: torch.Tensor, action: torch.Tensor):
@@ -285,8 +282,7 @@ def sample_weights(name: str, variance: torch.Tensor, mask: torch.Tensor, args: 
     """The weights of each member's unmasked samples (Alg. 3, lines 21-25; App. F): (N, K)."""
     xi, weight = torch.zeros(()), uniform_weights(mask)
     if args.weighting == "biv":
-        xi = choose_xi(variance, mask, args)
-        weight = biv_weights(variance, mask, xi)
+        weight, xi = inverse_variance(variance, mask, args)
     elif args.weighting == "sunrise":
         weight = weight * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
     elif args.weighting == "uwac":
@@ -509,7 +505,7 @@ if __name__ == "__main__":
     env, video = make_continuous_env(args.env_id), {"render_mode": "rgb_array"} if args.capture_video else {}
     eval_env = make_continuous_env(args.eval_env_id or args.env_id, **video)
     num_inputs, num_actions = env.observation_space.shape[0], env.action_space.shape[0]
-    agent = SimpleNamespace(actor=WideMLP(args.num_nets, num_inputs, args.hidden_size, 2 * num_actions).to(device))
+    agent = SimpleNamespace(actor=EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, 2 * num_actions).to(device))
     agent.critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
     log_alpha = torch.full((args.num_nets, 1), 0.0 if args.autotune else math.log(args.alpha), device=device)

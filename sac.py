@@ -111,7 +111,7 @@ def parse_args() -> Args:
 
 
 # ---------------------------------------------------------------------------- networks
-class WideMLP(nn.Module):
+class EnsembleMLP(nn.Module):
     """N independent MLPs with two hidden ReLU layers along a leading ensemble axis; features come before samples."""
 
     def __init__(self, num_nets: int, inputs: int, hidden: int, outputs: int):
@@ -122,7 +122,7 @@ class WideMLP(nn.Module):
                 self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # large batches through thin last layers: faster so
+        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # thin last layers multiply faster so
         x = torch.baddbmm(self.bias1, self.weight1, x).relu_()
         x = torch.baddbmm(self.bias2, self.weight2, x).relu_()
         return torch.baddbmm(self.bias3, self.weight3, x).mT
@@ -144,7 +144,7 @@ class Critic(nn.Module):
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
-        self.net = WideMLP(2, num_inputs + num_actions, args.hidden_size, 1)
+        self.net = EnsembleMLP(2, num_inputs + num_actions, args.hidden_size, 1)
 
     def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         return self.net(torch.cat((observation, action), -1)).squeeze(-1)  # (2, K)
@@ -360,7 +360,7 @@ if __name__ == "__main__":
     env, video = make_continuous_env(args.env_id), {"render_mode": "rgb_array"} if args.capture_video else {}
     eval_env = make_continuous_env(args.eval_env_id or args.env_id, **video)
     num_inputs, num_actions = env.observation_space.shape[0], env.action_space.shape[0]
-    agent = SimpleNamespace(actor=WideMLP(1, num_inputs, args.hidden_size, 2 * num_actions).to(device))
+    agent = SimpleNamespace(actor=EnsembleMLP(1, num_inputs, args.hidden_size, 2 * num_actions).to(device))
     agent.critic = Critic(num_inputs, num_actions, args).to(device)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
     log_alpha = torch.full((), 0.0 if args.autotune else math.log(args.alpha), device=device)

@@ -35,7 +35,7 @@ def make_args(module: ModuleType, **settings):
 def make_agent(module: ModuleType, args, seed: int = 0, optimizer=torch.optim.SGD, lr: float = 0.01) -> SimpleNamespace:
     """As the scripts build it; plain gradient steps, since Adam blows up rounding where gradients vanish."""
     torch.manual_seed(seed)
-    actor = module.WideMLP(1 if module is sac else args.num_nets, INPUTS, args.hidden_size, 2 * ACTIONS)
+    actor = module.EnsembleMLP(1 if module is sac else args.num_nets, INPUTS, args.hidden_size, 2 * ACTIONS)
     agent = SimpleNamespace(actor=actor)
     agent.critic = getattr(module, CRITIC.get(module.__name__, "EnsembleCritic"))(INPUTS, ACTIONS, args)
     agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)

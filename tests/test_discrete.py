@@ -93,14 +93,14 @@ def test_each_bootstrap_member_learns_as_a_dqn_trained_alone(member: int):
     for alone, ensemble in ((single, network), (single_target, target_network)):
         with torch.no_grad():
             for layer, linear in enumerate((alone.net[0], alone.net[2], alone.net[4]), start=1):
-                linear.weight.copy_(getattr(ensemble.net, f"weight{layer}")[member].T)
-                linear.bias.copy_(getattr(ensemble.net, f"bias{layer}")[member, 0])
+                linear.weight.copy_(getattr(ensemble.net, f"weight{layer}")[member])
+                linear.bias.copy_(getattr(ensemble.net, f"bias{layer}")[member, :, 0])
     kept = batch.mask[:, member]
     unmasked = SimpleNamespace(**{name: value[kept] for name, value in vars(batch).items()})
     dqn.dqn_loss(single, single_target, unmasked, dqn.Args())[0].backward()
     for layer, linear in enumerate((single.net[0], single.net[2], single.net[4]), start=1):
-        assert torch.allclose(together[f"weight{layer}"][member], linear.weight.grad.T, atol=1e-6)
-        assert torch.allclose(together[f"bias{layer}"][member, 0], linear.bias.grad, atol=1e-6)
+        assert torch.allclose(together[f"weight{layer}"][member], linear.weight.grad, atol=1e-6)
+        assert torch.allclose(together[f"bias{layer}"][member, :, 0], linear.bias.grad, atol=1e-6)
 
 
 @pytest.mark.parametrize(("module", "settings"), PAIRED)
@@ -284,7 +284,7 @@ def shared_step(module: ModuleType, args, steps: int = 5) -> torch.nn.Module:
     with torch.no_grad():
         for name, value in reference.net.named_parameters():
             own = getattr(network.net, name)
-            own[..., : value.shape[-1]] = value
+            own[:, : value.shape[1]] = value
         network.prior.load_state_dict(reference.prior.state_dict())
     target_network = copy.deepcopy(network).requires_grad_(False)
     optimizer = torch.optim.SGD(network.net.parameters(), lr=0.01)

@@ -51,23 +51,26 @@ def test_effective_batch_size_by_hand():
 
 
 def test_biv_weights_by_hand():
-    variance, xi = torch.tensor([[1.0, 3.0, 0.0, 7.0]]), torch.tensor([[1.0]])
-    mask = torch.tensor([[True, True, False, True]])
+    variance, xi = np.array([[1.0, 3.0, 0.0, 7.0]]), np.array([[1.0]])
+    mask = np.array([[True, True, False, True]])
     weight = ivdqn.biv_weights(variance, mask, xi)
     raw = [1 / 2, 1 / 4, 0, 1 / 8]
     assert weight[0].tolist() == pytest.approx([x / sum(raw) for x in raw])
 
 
 def test_biv_weights_without_variance_are_uniform_and_without_samples_zero():
-    mask = torch.tensor([[True, True, False], [False, False, False]])
-    weight = ivdqn.biv_weights(torch.zeros(2, 3), mask, torch.zeros(2, 1))
+    mask = np.array([[True, True, False], [False, False, False]])
+    weight = ivdqn.biv_weights(np.zeros((2, 3)), mask, np.zeros((2, 1)))
     assert weight.tolist() == [[0.5, 0.5, 0], [0, 0, 0]]
 
 
 def test_constant_xi_is_used_as_it_is():
     args = ivdqn.Args(xi=10.0)
-    xi = ivdqn.choose_xi(torch.rand(5, 8), torch.ones(5, 8, dtype=torch.bool), args)
+    variance = torch.rand(5, 8)
+    weight, xi = ivdqn.inverse_variance(variance, torch.ones(5, 8, dtype=torch.bool), args)
     assert xi.tolist() == [[10.0]] * 5
+    raw = 1 / (variance + 10)
+    assert torch.allclose(weight, raw / raw.sum(-1, keepdim=True))
 
 
 hostile = st.one_of(
@@ -92,13 +95,15 @@ def test_xi_guarantees_the_minimal_effective_batch_size(variance: list[float], r
     assert exact_ebs(unmasked, xi) >= goal * (1 - 1e-12)
     assert xi == 0 or exact_ebs(unmasked, xi) <= goal * (1 + 2e-6)
     # The single-precision weights of the loss keep the promise.
-    weight = ivdqn.biv_weights(
-        torch.tensor(variance[None], dtype=torch.float32), torch.tensor(mask[None]), torch.tensor([[xi]]).float()
+    weight, found = ivdqn.inverse_variance(
+        torch.tensor(variance[None]).float(), torch.tensor(mask[None]), ivdqn.Args(mebs_ratio=ratio)
     )
+    assert found.item() == pytest.approx(xi, rel=1e-3)
+    assert weight.dtype == torch.float32
     assert weight.isfinite().all()
     assert weight.sum().item() == pytest.approx(1, abs=1e-5)
     assert (weight[0, ~torch.tensor(mask)] == 0).all()
-    assert ivdqn.effective_batch_size(weight).item() >= goal * (1 - 1e-4)
+    assert ivdqn.effective_batch_size(weight).item() >= goal * (1 - 1e-5)
 
 
 def test_all_members_are_solved_at_once_as_each_alone():
