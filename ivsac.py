@@ -153,20 +153,23 @@ def tanh_gaussian(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class VarEnsembleCritic(nn.Module):
-    """N pairs of variance networks (App. A.4)."""
+    """N pairs of variance networks (App. A.4): all first twins, then all second ones."""
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
         sizes = (num_inputs + num_actions, args.hidden_size, 1 + args.variance_heads)
-        self.nets = nn.ModuleList(EnsembleMLP(2, *sizes) for _ in range(args.num_nets))
+        self.nets = nn.ModuleList(nn.ModuleList(EnsembleMLP(1, *sizes) for _ in range(args.num_nets)) for _ in range(2))
 
     def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         return self.heads(observation, action)[0]
 
     def heads(self, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All critics at one action (K, A), or each member's pair at its own action (N, K, A)."""
-        x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1).expand(len(self.nets), -1, -1)
-        mean, *heads = torch.stack([net(each) for net, each in zip(self.nets, x, strict=True)]).unbind(-1)  # (N, 2, K)
+        x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1).expand(len(self.nets[0]), -1, -1)
+        return tuple(torch.stack(head, 1) for head in zip(*(self.twin(t, x) for t in (0, 1)), strict=True))  # (N, 2, K)
+
+    def twin(self, twin: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, *heads = torch.cat([net(each) for net, each in zip(self.nets[twin], x, strict=True)]).unbind(-1)  # (N, K)
         log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)  # exp() stays finite
         return mean, log_variance
 
@@ -270,12 +273,13 @@ def inverse_variance(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> 
     return torch.from_numpy(biv_weights(noise, unmasked, xi)).to(variance), torch.from_numpy(xi)
 
 
-def predictive_variance(critic: nn.Module, observation: torch.Tensor, action: torch.Tensor):
-    """Each member's lower twin at its own action, and the mixture variance of all members there (Alg. 4): (N, K)."""
-    grid = [critic.heads(observation, each) for each in action]  # N x N, one action set at a time: it stays in cache
-    mean, lower = torch.stack([mean[member] for member, (mean, _) in enumerate(grid)]).min(1)
-    variance = torch.stack([mixture_variance(mean, log_variance.exp()) for mean, log_variance in grid])  # (N, 2, K)
-    return mean, variance.gather(1, lower.unsqueeze(1)).squeeze(1)
+def predictive_variance(critic: nn.Module, observation: torch.Tensor, action: torch.Tensor, lower: torch.Tensor):
+    """Mixture variance of all members at each one's action, of the twins that are the lower there (Alg. 4): (N, K)."""
+    x, variance = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1), torch.empty_like(action[..., 0])
+    for twin in (0, 1):
+        mean, log_variance = critic.twin(twin, x[lower == twin].expand(len(action), -1, -1))  # (N, samples)
+        variance[lower == twin] = mixture_variance(mean, log_variance.exp())
+    return variance
 
 
 def sample_weights(name: str, variance: torch.Tensor, mask: torch.Tensor, args: Args) -> tuple[torch.Tensor, dict]:
@@ -311,7 +315,8 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
         # Lines 15 and 17: each member's own a', and its target.
         next_action, log_prob = tanh_gaussian(agent.actor(batch.next_observation))
         # Line 19: the predictive variance at (s', a').
-        target_mean, next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action)
+        target_mean, lower = agent.target_critic(batch.next_observation, next_action).min(1)  # (N, K)
+        next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action, lower)
         target = batch.reward + args.gamma * (1 - batch.terminated) * (target_mean - alpha * log_prob)
         # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
         target_variance = args.gamma**2 * (1 - batch.terminated) * next_variance
@@ -320,10 +325,10 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
     # Lines 18 and 21-23: L_actor (Eq. 15), with the critics held fixed.
     agent.critic.requires_grad_(False)
     action, log_prob = tanh_gaussian(agent.actor(batch.observation))
+    mean, lower = agent.critic(batch.observation, action).min(1)  # (N, K)
     with torch.no_grad():
-        _, variance = predictive_variance(agent.critic, batch.observation, action)
+        variance = predictive_variance(agent.critic, batch.observation, action, lower)
         actor_weight, actor_metrics = sample_weights("actor", variance, mask, args)
-    mean = agent.critic(batch.observation, action).amin(1)  # (N, K)
     actor_loss = (actor_weight * (alpha * log_prob - mean)).sum()
     minimize(agent.actor_optimizer, actor_loss)
     agent.critic.requires_grad_(True)

@@ -169,8 +169,9 @@ def update_parts(name: str, env_id: str, batch_size: int, updates: int) -> dict[
         if hasattr(module, "newton_xi"):
             patch(module, "newton_xi", "xi")
         for network in targets:
-            for net in getattr(network, "nets", None) or [network.net]:
-                patch(net, "forward", "targets and variance")
+            for net in network.modules():
+                if type(net).__name__ in ("EnsembleMLP", "Sequential"):
+                    patch(net, "forward", "targets and variance")
         patch(torch.Tensor, "backward", "backward and optimiser")
         patch(torch.optim.Adam, "step", "backward and optimiser")
         patch(torch, "_foreach_lerp_", "target update")
@@ -198,8 +199,8 @@ def multiply_adds(name: str, env_id: str, batch_size: int, num_nets: int = 5) ->
         backward = 2 * each - inputs * 64  # the observation needs no gradient
         return n * batch_size * (2 * each + backward)
     critic, actor = layers(inputs + actions, 256, heads), layers(inputs, 256, 2 * actions)
-    grid = {"sac": 2, "ensemble_sac": 2 * n, "sunrise": 2 * n * n, "ivsac": 2 * n * n}[name]  # target critics at a'
-    total = (grid + (grid if name == "ivsac" else 0)) * critic  # and, for the actors' weights, the critics at a
+    grid = {"sac": 2, "ensemble_sac": 2 * n, "sunrise": 2 * n * n, "ivsac": 2 * n + n * n}[name]  # target critics at a'
+    total = (grid + (n * n if name == "ivsac" else 0)) * critic  # and, for the actors' weights, the critics at a
     total += n * (2 * actor + 2 * actor - inputs * 256)  # the actors at s' and s, and their gradient
     total += 2 * n * 2 * critic  # the critics at a, and the gradient of a
     total += 2 * n * (3 * critic - (inputs + actions) * 256)  # the critics' own step
