@@ -24,7 +24,6 @@ from typing import Any, Literal, NoReturn
 
 import gymnasium as gym
 import numpy as np
-import scipy.optimize
 import torch
 import tyro
 from torch import nn
@@ -242,6 +241,7 @@ def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.n
 
 def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
     """The same xi by the paper's method, member by member: minimise |EBS - MEBS| with Nelder-Mead (App. A.2)."""
+    import scipy.optimize  # only here: it would slow every start
 
     def solve(noise: np.ndarray) -> float:
         mebs, scale = min(mebs_ratio * len(noise), len(noise) - 1), noise.max(initial=0) + 1e-90

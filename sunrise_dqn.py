@@ -52,6 +52,7 @@ class Args:
     seed: int = 1  # seed of networks, exploration and minibatches
     env_seed: int | None = None  # seed of the environment (default: --seed)
     torch_deterministic: bool = True  # let torch use deterministic algorithms only
+    compile: bool = False  # compile the loss: faster updates, but a slow start, and a C++ compiler is needed
     env_id: str = "LunarLander-v3"  # gymnasium id of the environment: discrete actions, flat observations
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     eval_every: int = 1  # training episodes between two evaluation episodes (0: never)
@@ -348,6 +349,7 @@ if __name__ == "__main__":
     eval_env = make_discrete_env(args.eval_env_id or args.env_id, **video)
     network = EnsembleQNetwork(env.observation_space.shape[0], int(env.action_space.n), args).to(device)
     target_network = copy.deepcopy(network).requires_grad_(False)
+    loss_function = torch.compile(sunrise_dqn_loss) if args.compile else sunrise_dqn_loss
     optimizer = torch.optim.Adam(network.net.parameters(), lr=args.learning_rate, fused=True)
     online, target = ([weight.data for weight in each.net.parameters()] for each in (network, target_network))
     observation, scalar = np.zeros(env.observation_space.shape, np.float32), np.float32(0)
@@ -392,7 +394,7 @@ if __name__ == "__main__":
             # From line 10: a gradient step for each network, and the soft update of its target.
             if global_step > args.learning_starts:
                 batch = buffer.sample(round(args.batch_size / mask_prob), rng)
-                loss, metrics = sunrise_dqn_loss(network, target_network, batch, args)
+                loss, metrics = loss_function(network, target_network, batch, args)
                 require_finite(global_step, loss=loss.item())
                 optimizer.zero_grad()
                 loss.backward()

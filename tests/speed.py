@@ -188,8 +188,11 @@ def milliseconds(function: Any, calls: int) -> float:
     return 1000 * (time.perf_counter() - start) / calls
 
 
-def multiply_adds(name: str, env_id: str, batch_size: int, num_nets: int = 5) -> int:
-    """Of the matrix products in an update: forward once; backward twice, once where only inputs need a gradient."""
+def multiply_adds(name: str, env_id: str, batch_size: int, num_nets: int = 5, both_twins: bool = False) -> int:
+    """Of the matrix products in an update: forward once; backward twice, once where only inputs need a gradient.
+
+    With `both_twins`, IV-SAC evaluates both twins of all N x N pairs, not only the one whose variance it uses.
+    """
     inputs, actions = SIZES[env_id]
     layers = lambda i, h, o: i * h + h * h + h * o
     n = 1 if name in ("dqn", "sac") else num_nets
@@ -201,6 +204,7 @@ def multiply_adds(name: str, env_id: str, batch_size: int, num_nets: int = 5) ->
     critic, actor = layers(inputs + actions, 256, heads), layers(inputs, 256, 2 * actions)
     grid = {"sac": 2, "ensemble_sac": 2 * n, "sunrise": 2 * n * n, "ivsac": 2 * n + n * n}[name]  # target critics at a'
     total = (grid + (n * n if name == "ivsac" else 0)) * critic  # and, for the actors' weights, the critics at a
+    total += (2 * n * (n - 1) * critic) if both_twins and name == "ivsac" else 0
     total += n * (2 * actor + 2 * actor - inputs * 256)  # the actors at s' and s, and their gradient
     total += 2 * n * 2 * critic  # the critics at a, and the gradient of a
     total += 2 * n * (3 * critic - (inputs + actions) * 256)  # the critics' own step
@@ -283,8 +287,10 @@ def update_table(threads: int, repetitions: int) -> list[dict]:
         found = alternate(functions, repetitions)
         parts = [update_parts(name, env_id, batch_size, calls) for _ in range(3)]
         shares = [median(part[key] for part in parts) for key in PARTS]
-        rows.append([name, batch_size, median(found["update"]), ratio(found, "update", "limit"), *shares])
-    header = ["script", "batch", "ms an update", "to the arithmetic limit", *PARTS]
+        own, saved = ratio(found, "update", "limit"), multiply_adds(name, env_id, batch_size)
+        full = own * saved / multiply_adds(name, env_id, batch_size, both_twins=True)
+        rows.append([name, batch_size, median(found["update"]), own, full, *shares])
+    header = ["script", "batch", "ms an update", "to the arithmetic limit", "with both twins", *PARTS]
     return show(f"An update and its parts in ms, {threads} thread{'s' * (threads > 1)}", header, rows)
 
 
@@ -330,7 +336,7 @@ def acting_table(repetitions: int) -> list[dict]:
 
 
 def compile_table(repetitions: int) -> list[dict]:
-    """What torch.compile does to the discrete losses: seconds of the first updates, later ones to the plain."""
+    """What --compile does in the discrete scripts: seconds of the first updates, later ones to the plain."""
     torch.set_num_threads(1)
     rows = []
     for name in DISCRETE:
@@ -347,7 +353,7 @@ def compile_table(repetitions: int) -> list[dict]:
         found = alternate({"plain": each(plain), "compiled": each(compiled)}, repetitions)
         rows.append([name, seconds, median(found["compiled"]), ratio(found, "compiled", "plain")])
     header = ["script", "seconds of the first updates", "ms an update", "to the plain update"]
-    return show("torch.compile of the loss, 1 thread", header, rows)
+    return show("--compile, 1 thread", header, rows)
 
 
 def start_table() -> list[dict]:

@@ -1,6 +1,7 @@
 """The discrete scripts as commands: what they write, how they repeat, what they refuse."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,21 @@ def test_a_solved_run_ends(tmp_path: Path):
     assert (again.code, ", 100 episodes" in again.out) == (0, True)
     longer = call_script("dqn", "--resume", "--run-name", "5", "--solved-at", "400", cwd=tmp_path)
     assert ", 120 episodes" in longer.out
+
+
+def test_a_compiled_loss_is_the_loss(tmp_path: Path):
+    """The same first losses, up to rounding, from an environment and a buffer that the loss does not touch."""
+    if not shutil.which("g++"):
+        pytest.skip("--compile needs a C++ compiler")
+    arguments = ("--env-id", "CartPole-v1", "--total-timesteps", "130", "--learning-starts", "100", "--log-every", "5")
+    losses = {}
+    for flag in ("--no-compile", "--compile"):
+        name = flag.strip("-")
+        result = run_script("ivdqn", *arguments, "--epsilon-decay", "1", flag, "--run-name", name, cwd=tmp_path)
+        assert result.code == 0, result.err
+        losses[flag] = [row["losses/loss"] for row in read_rows(tmp_path / "runs" / name) if "losses/loss" in row]
+    assert len(losses["--compile"]) == 6
+    assert losses["--compile"] == pytest.approx(losses["--no-compile"], rel=1e-3)
 
 
 def test_tracking_without_an_account_is_refused(tmp_path: Path):
