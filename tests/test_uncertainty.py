@@ -106,6 +106,24 @@ def test_xi_guarantees_the_minimal_effective_batch_size(variance: list[float], r
     assert ivdqn.effective_batch_size(weight).item() >= goal * (1 - 1e-5)
 
 
+def test_newtons_function_is_concave_so_that_it_converges_from_anywhere():
+    """The weights' mean over their deviation: h'' has the sign of -S1 det(H), H the Hankel matrix of power sums S_i."""
+    rng = np.random.default_rng(2)
+    for spread in (0.1, 1.0, 4.0):
+        variance = np.exp(spread * rng.standard_normal(20))
+        xi = np.geomspace(1e-2, 1e2, 400) * np.median(variance)
+        weight = 1 / (variance + xi[:, None])
+        height = weight.mean(-1) / weight.std(-1)
+        slope = np.diff(height) / np.diff(xi)
+        assert (np.diff(slope) < 1e-9 * slope[1:]).all()
+        s = [(weight[200] ** power).sum() for power in range(5)]
+        bend = (s[0] * s[2] - s[1] ** 2) * (s[1] * s[4] - s[2] * s[3])
+        bend -= (s[1] * s[3] - s[2] ** 2) * (s[0] * s[3] - s[1] * s[2])
+        hankel = np.array([s[0:3], s[1:4], s[2:5]])
+        assert bend == pytest.approx(s[1] * np.linalg.det(hankel), rel=1e-4)
+        assert bend > 0
+
+
 def test_all_members_are_solved_at_once_as_each_alone():
     rng = np.random.default_rng(0)
     variance, mask = np.exp(3 * rng.standard_normal((7, 64))), rng.random((7, 64)) < 0.7
