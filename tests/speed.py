@@ -51,6 +51,7 @@ class Args:
     out: Path = ROOT / "results" / "speed.json"  # where the numbers go
     repetitions: int = 5  # of every measurement, alternating
     profile: Literal[*DISCRETE, *CONTINUOUS] | None = None  # print the operators of this script's update, and leave
+    threads: int = 1  # of --profile
 
 
 # ---------------------------------------------------------------------------- whole steps
@@ -381,9 +382,9 @@ def start_table() -> list[dict]:
     return show("Seconds", ["script", "start to the end of the first step", "checkpoint of 100,000 transitions"], rows)
 
 
-def print_profile(name: str) -> None:
-    """The operators of an update that take the most time, on one thread."""
-    torch.set_num_threads(1)
+def print_profile(name: str, threads: int) -> None:
+    """The operators of an update that take the most time."""
+    torch.set_num_threads(threads)
     discrete = name in DISCRETE
     update, _, _ = make_update(name, "LunarLander-v3" if discrete else "Walker2d-v4", 64 if discrete else 256)
     calls = 100 if discrete else 10
@@ -402,7 +403,7 @@ def print_profile(name: str) -> None:
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if args.profile:
-        sys.exit(print_profile(args.profile))
+        sys.exit(print_profile(args.profile, args.threads))
     if importlib.util.find_spec("stable_baselines3") is None:
         sys.exit("speed.py: stable-baselines3 is not installed: pip install stable-baselines3")
     warnings.filterwarnings("ignore")
