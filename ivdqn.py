@@ -72,6 +72,7 @@ class Args:
     mask_prob: float = 1.0  # p_m: probability that a member learns from a transition
     prior_scale: float = 0.0  # delta_RPF: scale of the randomized prior functions
     variance_heads: bool = True  # sigma^2: networks predict variances (no: sampled ensemble, no L_LA)
+    terminal_variance: bool = False  # count gamma^2 sigma^2 for terminal targets as well (no: they have variance 0)
     weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the squared errors
     mebs_ratio: float = 0.9  # MEBS/K: minimal effective batch size, as a share of the unmasked minibatch
     xi: float | None = None  # xi: constant xi in place of a minimal effective batch size
@@ -154,8 +155,7 @@ class VarEnsembleQNetwork(nn.Module):
     def heads(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean, *heads = self.net(observation).split(self.num_actions, -1)  # each (N, K, A)
         log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)  # exp() stays finite
-        mean = mean + self.prior_scale * self.prior(observation) if self.prior_scale else mean
-        return mean, log_variance
+        return mean + self.prior_scale * self.prior(observation) if self.prior_scale else mean, log_variance
 
 
 # ---------------------------------------------------------------------------- replay buffer
@@ -280,7 +280,7 @@ def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNames
         # Lines 16-21: the mixture of all members' predictions at (s', a').
         next_variance = mixture_variance(next_mean, next_log_variance.exp()).gather(-1, next_action.T).T  # (N, K)
         # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
-        target_variance = discount**2 * next_variance
+        target_variance = (args.gamma if args.terminal_variance else discount) ** 2 * next_variance
         # The weights of the unmasked samples: lines 23-24, or those of App. F.
         xi, weight = torch.zeros(()), uniform
         if args.weighting == "biv":

@@ -73,6 +73,7 @@ class Args:
     mask_prob: float = 0.9  # p_m: probability that a member learns from a transition
     ucb: float = 10.0  # Lambda_UCB: weight of the critics' spread in acting (0: one member acts for each episode)
     variance_heads: bool = True  # sigma^2: networks predict variances (no: sampled ensemble, no L_LA)
+    terminal_variance: bool = False  # count gamma^2 sigma^2 for terminal targets as well (no: they have variance 0)
     weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the samples in both losses
     mebs_ratio: float = 0.8  # MEBS/K: minimal effective batch size, as a share of the unmasked minibatch
     xi: float | None = None  # xi: constant xi in place of a minimal effective batch size
@@ -319,7 +320,7 @@ def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> 
         next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action, lower)
         target = batch.reward + args.gamma * (1 - batch.terminated) * (target_mean - alpha * log_prob)
         # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
-        target_variance = args.gamma**2 * (1 - batch.terminated) * next_variance
+        target_variance = args.gamma**2 * (1 - batch.terminated * (not args.terminal_variance)) * next_variance
         variance = target_variance if args.weighting == "biv" else next_variance
         weight, critic_metrics = sample_weights("critic", variance, mask, args)
     # Lines 18 and 21-23: L_actor (Eq. 15), with the critics held fixed.

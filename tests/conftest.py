@@ -31,6 +31,7 @@ DISCRETE_ABLATIONS = {
     "UWAC + VarEnsemble": ["--weighting", "uwac"],
     "Sunrise + VarEnsemble": ["--weighting", "sunrise"],
     "constant xi": ["--xi", "10"],
+    "terminal variance": ["--terminal-variance"],
     "Nelder-Mead": ["--xi-solver", "nelder-mead"],
     "masks and priors": ["--mask-prob", "0.5", "--prior-scale", "10"],
 }

@@ -331,8 +331,9 @@ def test_truncation_bootstraps_and_termination_does_not():
         assert metrics["losses/critic"].item() == pytest.approx(loss.item(), rel=1e-4)
 
 
-def test_iv_sacs_critic_loss_is_equation_10_written_naively():
-    args = make_args(ivsac, mebs_ratio=0.7, loss_attenuation_weight=0.3)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_iv_sacs_critic_loss_is_equation_10_written_naively(terminal: bool):
+    args = make_args(ivsac, mebs_ratio=0.7, loss_attenuation_weight=0.3, terminal_variance=terminal)
     agent, batch, noise = make_agent(ivsac, args), make_batch(), make_noise()
     total = 0.0
     with torch.no_grad():
@@ -347,7 +348,7 @@ def test_iv_sacs_critic_loss_is_equation_10_written_naively():
             kept = batch.mask[:, j]
             alive = (1 - batch.terminated)[kept]
             target = batch.reward[kept] + args.gamma * alive * (next_mean[j] - log_prob[j])[kept]
-            variance = args.gamma**2 * alive * next_variance[j][kept]
+            variance = args.gamma**2 * (1.0 if terminal else alive) * next_variance[j][kept]
             xi = ivsac.newton_xi(variance.double().numpy()[None], np.ones((1, len(variance)), bool), 0.7)[0, 0]
             weight = 1 / (variance + xi)
             for twin in range(2):

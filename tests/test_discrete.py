@@ -187,9 +187,10 @@ def test_members_act_greedily_on_their_own_means():
     assert actions.tolist() == expected.tolist()
 
 
-def test_target_variance_is_algorithm_2_written_naively():
+@pytest.mark.parametrize("terminal", [False, True])
+def test_target_variance_is_algorithm_2_written_naively(terminal: bool):
     """Lines 11-26 as nested loops over members and samples, in plain Python."""
-    args = ivdqn.Args(prior_scale=2.0, mebs_ratio=0.8, loss_attenuation_weight=0.7)
+    args = ivdqn.Args(prior_scale=2.0, mebs_ratio=0.8, loss_attenuation_weight=0.7, terminal_variance=terminal)
     network, target_network = twin_networks(ivdqn, args)
     batch = make_batch(size=16)
     loss, metrics = ivdqn.ivdqn_loss(network, target_network, batch, args)
@@ -209,7 +210,7 @@ def test_target_variance_is_algorithm_2_written_naively():
             s2 = [next_log_variance[n, best].exp().item() for n in range(5)]
             mu_all = sum(mu) / 5
             mixture = sum(s + m**2 for s, m in zip(s2, mu, strict=True)) / 5 - mu_all**2
-            variances.append(args.gamma**2 * alive.item() * mixture)
+            variances.append(args.gamma**2 * mixture if alive or terminal else 0.0)
             if batch.mask[k, j]:
                 errors.append((mean[j, batch.action[k]] - target).item() ** 2)
                 log_variances.append(log_variance[j, batch.action[k]].item())
