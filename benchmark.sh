@@ -193,8 +193,8 @@ cell smoke UWAC+VarEnsembleSAC Pendulum-v1 ivsac.py "${brief[@]}" --weighting uw
 cell smoke Sunrise+VarEnsembleSAC Pendulum-v1 ivsac.py "${brief[@]}" --weighting sunrise
 cell smoke IV-SAC-smoke paper_envs:MBBL-Hopper-v0 ivsac.py "${brief[@]}" --total-timesteps 300
 
-# The search behind Table 1, on seeds the table does not use: five settings for each system on LunarLander, three on
-# MountainCar, four on Cartpole-Noise, a being the published one or the nearest to it.
+# The search behind Table 1, on seeds the table does not use: five settings for each system on LunarLander and
+# Cartpole-Noise, three on MountainCar, a being the published one or the nearest to it.
 first_seed=101
 baselines() { # LABEL ENVIRONMENT [ARGUMENTS]
   cell search "BootstrapDQN-$1" "$2" bootstrap_dqn.py "${@:3}"
@@ -239,6 +239,10 @@ noisy a
 noisy b --learning-starts 128 --tau 0.05
 noisy c --learning-starts 128 --tau 0.01
 noisy d --learning-starts 128 --tau 0.05 --learning-rate 5e-4
+quick=("${cartpole[@]}" --learning-starts 128 --tau 0.05)
+cell search DQN-e $env_id dqn.py "${quick[@]}" --tau 0.01 --learning-rate 5e-4
+baselines e $env_id "${quick[@]}" "${half[@]}" --mask-prob 1
+cell search IV-DQN-e $env_id ivdqn.py "${quick[@]}" "${half[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99 --terminal-variance
 
 # ---------------------------------------------------------------------------- the runs
 is_finished() { grep -qs '"status": "finished"' "$runs/$1/config.json"; }

@@ -71,7 +71,7 @@ STYLE |= {"lines.linewidth": 1.2, "legend.frameon": False, "svg.hashsalt": "iv-r
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[Path]  # folder of runs or of their archives
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # folders of runs or of their archives
     out: Path = Path("results")  # folder for figures and tables
     suite: Literal[*SUITES] | None = None  # only the systems of this suite of benchmark.sh
     archive: Path | None = None  # also write each finished run into this folder, as one small file
@@ -126,10 +126,13 @@ def complain(what: object) -> None:
     print(what, file=sys.stderr)
 
 
-def read_runs(folder: Path, suite: str | None) -> list[FinishedRun]:
-    runs = {}
-    found = {path.parent for name in ("config.json", "metrics.jsonl") for path in folder.glob(f"*/{name}")}
-    for path in sorted(found | {*folder.glob("*.jsonl.gz")}):
+def read_runs(folders: tuple[Path, ...], suite: str | None) -> list[FinishedRun]:
+    """All finished runs of a suite; of several with one name, that of the first folder."""
+    runs, paths = {}, []
+    for folder in folders:
+        found = {path.parent for name in ("config.json", "metrics.jsonl") for path in folder.glob(f"*/{name}")}
+        paths += sorted(found | {*folder.glob("*.jsonl.gz")})
+    for path in paths:
         try:
             run = read_run(path)
             environments, systems = SUITES.get(suite, ([run.env_id], ".*"))
@@ -410,8 +413,9 @@ def write_tables(groups: dict[str, dict[str, Cell]], out: Path, suite: str | Non
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    if not args.runs.is_dir():
-        complain(f"plot.py: {args.runs} is no folder")
+    where = " ".join(map(str, args.runs))
+    if not args.runs or not all(folder.is_dir() for folder in args.runs):
+        complain(f"plot.py takes folders of runs, not '{where}'")
         sys.exit(2)
     plt.rcParams.update(STYLE)
     groups: dict[str, dict[str, Cell]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
@@ -422,7 +426,7 @@ if __name__ == "__main__":
         if args.archive:
             archive(run, args.archive)
     if not groups:
-        complain(f"plot.py: {args.runs} holds no finished run" + (f" of {args.suite}" if args.suite else ""))
+        complain(f"plot.py: {where} holds no finished run" + (f" of {args.suite}" if args.suite else ""))
         sys.exit(1)
     order = [*COLOURS, *sorted({system for cells in groups.values() for system in cells} - set(COLOURS))]
     groups = {group: {system: cells[system] for system in order if system in cells} for group, cells in groups.items()}

@@ -154,6 +154,17 @@ def test_what_cannot_be_used_is_named_and_left_out(tmp_path: Path):
     assert (empty.returncode, empty.stderr.count("\n")) == (2, 1)
     (tmp_path / "nothing").mkdir()
     assert run_plot(tmp_path / "nothing").returncode == 1
+    assert run_plot("--out", out).returncode == 2
+
+
+def test_several_folders_are_read_as_one_and_the_first_wins(tmp_path: Path):
+    one, two, out = tmp_path / "one", tmp_path / "two", tmp_path / "out"
+    write_run(one, "LunarLander-v3", "DQN", 1, discrete_rows(200, 200))
+    write_run(two, "LunarLander-v3", "DQN", 1, discrete_rows(300, 300))
+    write_run(two, "LunarLander-v3", "DQN", 2, discrete_rows(400, 400))
+    result = run_plot(one, two, "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert table(out / "table1.csv")["DQN"]["LunarLander-v3: ours"] == "250-300-350 (2)"
 
 
 def test_an_archive_redraws_the_same(tmp_path: Path):
