@@ -41,12 +41,22 @@ def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch):
     assert args.exp_name == name.removesuffix(".py")
 
 
-def test_the_results_are_what_the_committed_rows_give(tmp_path: Path):
-    """results/table1 drawn anew: the tables in the README and the committed ones are the same, to the letter."""
-    rows, command = ROOT / "results" / "table1", [sys.executable, ROOT / "plot.py"]
-    subprocess.run([*command, rows, "--out", tmp_path, "--suite", "table1"], check=True, capture_output=True)
-    for name in ("table1.md", "table1-improvement.md", "table1-runs.csv"):
-        assert (tmp_path / name).read_text() == (rows / name).read_text(), name
+@pytest.mark.parametrize(
+    ("suite", "folders", "tables", "page"),
+    [
+        ("table1", ["table1"], ["table1", "table1-improvement"], "README.md"),
+        ("ablations-dqn", ["table1", "ablations"], ["ablations-dqn-improvement"], "docs/results.md"),
+    ],
+)
+def test_the_results_are_what_the_committed_rows_give(
+    suite: str, folders: list[str], tables: list[str], page: str, tmp_path: Path
+):
+    """Drawn anew, the committed tables and those on the page are the same, to the letter."""
+    rows = [ROOT / "results" / folder for folder in folders]
+    command = [sys.executable, ROOT / "plot.py", *rows, "--out", tmp_path, "--suite", suite]
+    subprocess.run(command, check=True, capture_output=True)
+    for name in (*(f"{table}.md" for table in tables), f"{suite}-runs.csv"):
+        assert (tmp_path / name).read_text() == (rows[-1] / name).read_text(), name
         if name.endswith(".md"):
-            table = (rows / name).read_text().split("\n\n")[0]
-            assert table in README, f"the README does not hold {name}"
+            table = (rows[-1] / name).read_text().split("\n\n")[0]
+            assert table in (ROOT / page).read_text(), f"{page} does not hold {name}"
