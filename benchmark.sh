@@ -4,7 +4,8 @@
 #   ./benchmark.sh SUITE [--seeds 5] [--env-seeds 1] [--workers 2] [--track] [--only PATTERN] [--dry-run]
 #                        [--slurm [SBATCH OPTIONS]]
 #
-#   SUITE         smoke, search, table1, table2, ablations-dqn, ablations-sac, lambda, weighting or all (the paper's)
+#   SUITE         smoke, search, search-100k, table1, table2, table2-100k, ablations-dqn, ablations-sac, lambda, weighting
+#                 or all (the paper's)
 #   --seeds       runs of each cell
 #   --env-seeds   if above 1: environment seeds, each with all seeds of the networks (the paper: 5 x 5)
 #   --workers     runs at a time; each gets its share of the cores
@@ -44,6 +45,8 @@ while (($#)); do
   esac
   shift
 done
+# Other settings under the same names: they have a folder of their own.
+[[ $suite == *-100k ]] && runs+=/$suite
 threads=$(($(getconf _NPROCESSORS_ONLN) / workers > 1 ? $(getconf _NPROCESSORS_ONLN) / workers : 1))
 $slurm && threads="\${SLURM_CPUS_PER_TASK:-1}"
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
@@ -55,7 +58,7 @@ names=() commands=()
 cell() {
   local suites=" $1 " system=$2 env_id=$3 script=$4 seed env_seed name command
   shift 4
-  [[ $suites == *" $suite "* || ($suite == all && ! $suites =~ ^\ (smoke|search)\ $) ]] || return 0
+  [[ $suites == *" $suite "* || ($suite == all && ! $suites =~ ^\ (smoke|search|search-100k|table2-100k)\ $) ]] || return 0
   for ((env_seed = 1; env_seed <= env_seeds; env_seed++)); do
     for ((seed = first_seed; seed < first_seed + seeds; seed++)); do
       name=${env_id#paper_envs:}__${system}__$seed
@@ -160,6 +163,24 @@ mbbl_cells HalfCheetah 1024 0.9 0 1024 1 0 1 0.99
 mbbl_cells Hopper 512 1 10 1024 0.7 10 5 0.8
 mbbl_cells Ant 512 0.9 10 1024 1 1 2.5 0.9
 mbbl_cells SlimHumanoid 512 1 1 1024 0.9 10 2.5 0.8 # not published: Walker2d's
+
+# Table 2's first half at a smaller price: batch 256 and 100,000 steps, one thread a run.
+mbbl_100k=("${mbbl[@]}" --total-timesteps 100000 --batch-size 256 --num-threads 1)
+# mbbl_100k_cells ENVIRONMENT MASK UCB IV-MASK IV-UCB LAMBDA MEBS
+mbbl_100k_cells() {
+  local env_id=paper_envs:MBBL-$1-v0
+  local ensemble=("${mbbl_100k[@]}" --mask-prob "$2" --ucb "$3")
+  cell table2-100k SAC "$env_id" sac.py "${mbbl_100k[@]}"
+  cell table2-100k EnsembleSAC "$env_id" ensemble_sac.py "${ensemble[@]}"
+  cell table2-100k SunriseSAC "$env_id" sunrise.py "${ensemble[@]}" --sunrise-temperature 20
+  cell table2-100k IV-SAC "$env_id" ivsac.py "${mbbl_100k[@]}" --mask-prob "$4" --ucb "$5" \
+    --loss-attenuation-weight "$6" --mebs-ratio "$7"
+}
+mbbl_100k_cells Hopper 1 10 0.7 10 5 0.8
+mbbl_100k_cells Walker2d 1 1 0.9 10 2.5 0.8
+mbbl_100k_cells HalfCheetah 0.9 0 1 0 1 0.99
+mbbl_100k_cells Ant 0.9 10 1 1 2.5 0.9
+mbbl_100k_cells SlimHumanoid 1 1 0.9 10 2.5 0.8
 
 # Appendices C and F on LunarLander. The values of appendix C are taken to be those of the authors' code, where L_LA counts
 # by half: their 1, 2, 5, 10 are 0.5, 1, 2.5, 5 here.

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import gymnasium as gym
 import numpy as np
@@ -51,6 +51,7 @@ class Args:
     seed: int = 1  # seed of networks, exploration and minibatches
     env_seed: int | None = None  # seed of the environment (default: --seed)
     torch_deterministic: bool = True  # let torch use deterministic algorithms only
+    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of float32 products: see torch's documentation
     env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions, flat observations
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     eval_every: int = 1000  # environment steps between two evaluation episodes (0: never)
@@ -378,6 +379,7 @@ if __name__ == "__main__":
     rng = np.random.default_rng(args.seed)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.num_threads)
+    torch.set_float32_matmul_precision(args.matmul_precision)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.use_deterministic_algorithms(args.torch_deterministic and device.type == "cuda", warn_only=True)
     env, video = make_continuous_env(args.env_id), {"render_mode": "rgb_array"} if args.capture_video else {}
