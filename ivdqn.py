@@ -1,143 +1,143 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "gymnasium[box2d,classic-control,mujoco]==1.4.0", "mujoco==3.17.0", "numpy==2.4.6",
+#   "tyro==1.0.16", "tqdm==4.70.1", "wandb==0.31.0", "moviepy==2.2.1"]
+# ///
 """IV-DQN: deep Q-learning that weighs each target by its inverse variance (paper Sec. 3, Algorithm 2).
 
 Each of N variance networks learns the mean and the variance of Q from its masked share of one replay buffer. The
 target ensemble, as a mixture of Gaussians, tells how uncertain each TD target is, and Batch Inverse-Variance (BIV)
-weights let uncertain targets count less; loss attenuation absorbs the noise of rewards, dynamics and policy.
+weights let uncertain targets count less. Loss attenuation absorbs the noise of rewards, dynamics and policy.
 
     python ivdqn.py --env-id LunarLander-v3 --seed 1
 """
 
-import copy
-import fcntl
 import json
 import math
 import os
 import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, NoReturn
+from types import SimpleNamespace, TracebackType
+from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 
 @dataclass
-class Args:
-    # Free to change when a run is resumed:
-    exp_name: str = Path(__file__).stem  # name of the experiment
-    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
-    runs_dir: str = "runs"  # folder of all runs
-    track: bool = False  # log to Weights & Biases as well
-    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
-    wandb_entity: str | None = None  # entity (team) at Weights & Biases
-    capture_video: bool = False  # record evaluation episodes into the run's folder
-    cuda: bool = False  # use a GPU if there is one (networks this small run faster on the CPU)
-    num_threads: int = 1  # CPU threads of torch
+class IVDQNArgs:
+    """The algorithm, in the paper's symbols."""
+
+    env_id: str = "LunarLander-v3"  # gymnasium id of the environment: discrete actions
     total_timesteps: int = 500_000  # environment steps after which the run ends
-    total_episodes: int | None = None  # training episodes after which the run ends, if it has not before
-    solved_at: float | None = None  # end the run once the last 100 evaluation returns average this
-    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
-    resume: bool = False  # continue the run --run-name from its last checkpoint
-    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
-    eval_episodes: int = 10  # number of episodes of --evaluate
-    # Fixed once a run has started:
-    seed: int = 1  # seed of networks, exploration and minibatches
-    env_seed: int | None = None  # seed of the environment (default: --seed)
-    torch_deterministic: bool = True  # let torch use deterministic algorithms only
-    compile: bool = False  # compile the loss: faster updates, but a slow start, and a C++ compiler is needed
-    env_id: str = "LunarLander-v3"  # gymnasium id of the environment: discrete actions, flat observations
-    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
+    total_episodes: int | None = 500  # training episodes after which the run ends, if it has not before
+    solved_at: float | None = None  # mean of 100 evaluation returns that ends the run (default: gymnasium's threshold)
     eval_every: int = 1  # training episodes between two evaluation episodes (0: never)
-    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics
+    num_nets: int = 5  # N: members of the ensemble (1: without mask and prior)
+    hidden_size: int = 64  # width of the two hidden layers
     buffer_size: int = 100_000  # capacity of the replay buffer B
     learning_starts: int = 1000  # environment steps before the first update
+    train_frequency: int = 1  # environment steps between two updates
     batch_size: int = 64  # K: minibatch size, as many as survive the mask on average
     learning_rate: float = 1e-3  # lr: learning rate of Adam
+    max_grad_norm: float | None = None  # clip each member's gradient to this norm
     gamma: float = 0.99  # gamma: discount rate
-    tau: float = 0.005  # tau: rate of the soft target update
-    hidden_size: int = 64  # width of the two hidden layers
+    n_step: int = 1  # n: rewards summed in a target, before the prediction
+    truncation_terminates: bool = False  # take a time limit for a terminal state, as the published code does
+    tau: float = 0.005  # tau: rate of the target update (1: a copy)
+    target_network_frequency: int = 1  # environment steps between two target updates
     start_epsilon: float = 1.0  # epsilon in the first episode: probability of a random action
     end_epsilon: float = 0.01  # epsilon never falls below this
     epsilon_decay: float = 0.99  # e-decay: factor on epsilon from episode to episode
-    num_nets: int = 5  # N: members of the ensemble (1: without mask and prior)
     mask_prob: float = 1.0  # p_m: probability that a member learns from a transition
     prior_scale: float = 0.0  # delta_RPF: scale of the randomized prior functions
     variance_heads: bool = True  # sigma^2: networks predict variances (no: sampled ensemble, no L_LA)
-    terminal_variance: bool = False  # count gamma^2 sigma^2 for terminal targets as well (no: they have variance 0)
+    terminal_variance: bool = True  # terminal targets have a variance like any other (no: they have variance 0)
     weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the squared errors
     mebs_ratio: float = 0.9  # MEBS/K: minimal effective batch size, as a share of the unmasked minibatch
     xi: float | None = None  # xi: constant xi in place of a minimal effective batch size
-    xi_solver: Literal["newton", "nelder-mead"] = "newton"  # xi: how it is found (nelder-mead: the paper's, slow)
     loss_attenuation_weight: float = 1.5  # lambda: weight of loss attenuation L_LA
     sunrise_temperature: float = 50.0  # T: temperature of the SUNRISE weights
     uwac_beta: float = 0.8  # beta: scale of the UWAC weights
+    cuda: bool = False  # use a GPU if there is one (networks this small run faster on the CPU)
+    num_threads: int = 1  # CPU threads of torch
 
 
-# What must hold, or the run is refused before anything is written.
-RULES = """
-num_threads >= 1; total_timesteps >= 1; total_episodes is None or total_episodes >= 1; checkpoint_every >= 1
-eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch_size >= 1; hidden_size >= 1
-seed >= 0; env_seed is None or env_seed >= 0; learning_rate > 0; 0 <= gamma <= 1; 0 < tau <= 1
-0 <= end_epsilon <= start_epsilon <= 1; 0 < epsilon_decay <= 1
-num_nets >= 1; 0 < mask_prob <= 1; prior_scale >= 0; batch_size / mask_prob <= buffer_size
-0 < mebs_ratio <= 1; xi is None or 0 <= xi < 1e30; loss_attenuation_weight >= 0; sunrise_temperature >= 0; uwac_beta > 0
-"""
-SCRIPT = Path(__file__).name
+@dataclass
+class RunArgs:
+    """Seeds, files and what is logged."""
+
+    seed: int = 1  # seed of networks, exploration and minibatches
+    env_seed: int | None = None  # seed of the environment (default: --seed)
+    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
+    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
+    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
+    torch_deterministic: bool = True  # let torch use deterministic algorithms only
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
+    runs_dir: str = "runs"  # folder of all runs
+    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
+    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
+    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
+    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
+    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
+    eval_episodes: int = 10  # number of episodes of --evaluate
+    capture_video: bool = False  # record evaluation episodes into the run's folder
+    track: bool = False  # log to Weights & Biases as well
+    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # entity (team) at Weights & Biases
 
 
-def refuse(sentence: str, code: int = 2) -> NoReturn:
-    print(f"{SCRIPT}: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
-    sys.exit(code)
+@dataclass
+class Args(RunArgs, IVDQNArgs):
+    """All arguments."""
 
-
-def parse_args() -> Args:
-    """The command line, checked. What --resume and --evaluate are not told comes from the run's own config.json."""
-    args = tyro.cli(Args)
-    name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    args.run_name = re.sub(r"[^\w.=+-]|^\.+", "_", name)  # no separators, no leading dots: it stays in runs_dir
-    if args.resume or args.evaluate:
-        folder = Path(args.evaluate or Path(args.runs_dir, args.run_name))
-        try:
-            config = json.loads((folder / "config.json").read_text())
-            saved = config["args"] | {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": args.resume}
-            args = tyro.cli(Args, default=Args(**saved))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            refuse(f"{folder} holds no run of {SCRIPT}: {error}")
-        for name in list(saved)[list(saved).index("seed") :] if args.resume else ():
-            if getattr(args, name) != saved[name]:
-                refuse(f"{folder} has {name} {saved[name]}, and cannot be resumed with {getattr(args, name)}")
-    for rule in re.split(r"[;\n] *", RULES.strip()):
-        if not eval(rule, {}, vars(args)):
-            given = [f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if re.search(rf"\b{k}\b", rule)]
-            refuse(f"{' '.join(given)} was given, but {rule} must hold")
-    return args
+    def __post_init__(self) -> None:
+        if self.num_nets == 1:  # App. A.3: masks and priors do not make sense for a single network
+            self.mask_prob = 1.0
+            self.prior_scale = 0.0
 
 
 # ---------------------------------------------------------------------------- networks
-class EnsembleMLP(nn.Module):
-    """N independent MLPs with two hidden ReLU layers along a leading ensemble axis; features come before samples."""
+class EnsembleLinear(nn.Module):
+    """N independent linear layers, each initialised as nn.Linear: (N, K, inputs) -> (N, K, outputs)."""
 
-    def __init__(self, num_nets: int, inputs: int, hidden: int, outputs: int):
+    def __init__(self, num_nets: int, num_inputs: int, num_outputs: int):
         super().__init__()
-        for layer, (fan_in, fan_out) in enumerate(((inputs, hidden), (hidden, hidden), (hidden, outputs)), start=1):
-            for name, columns in ((f"weight{layer}", fan_in), (f"bias{layer}", 1)):
-                value = torch.empty(num_nets, fan_out, columns).uniform_(-(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear
-                self.register_parameter(name, nn.Parameter(value))
+        bound = num_inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(num_nets, num_inputs, num_outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(num_nets, 1, num_outputs).uniform_(-bound, bound))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # thin last layers multiply faster so
-        x = torch.baddbmm(self.bias1, self.weight1, x).relu_()
-        x = torch.baddbmm(self.bias2, self.weight2, x).relu_()
-        return torch.baddbmm(self.bias3, self.weight3, x).mT
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+def ensemble_mlp(num_nets: int, num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
+    """N independent networks with two hidden ReLU layers."""
+    return nn.Sequential(
+        EnsembleLinear(num_nets, num_inputs, hidden_size),
+        nn.ReLU(inplace=True),
+        EnsembleLinear(num_nets, hidden_size, hidden_size),
+        nn.ReLU(inplace=True),
+        EnsembleLinear(num_nets, hidden_size, num_outputs),
+    )
 
 
 class VarEnsembleQNetwork(nn.Module):
@@ -145,102 +145,117 @@ class VarEnsembleQNetwork(nn.Module):
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
-        self.num_actions, self.prior_scale = num_actions, args.prior_scale * (args.num_nets > 1)
-        self.net = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, (1 + args.variance_heads) * num_actions)
-        self.prior = EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, num_actions).requires_grad_(False)
+        self.num_nets = args.num_nets
+        self.variance_heads = args.variance_heads
+        self.prior_scale = args.prior_scale
+        num_outputs = 2 * num_actions if args.variance_heads else num_actions
+        self.net = ensemble_mlp(args.num_nets, num_inputs, args.hidden_size, num_outputs)
+        self.prior = ensemble_mlp(args.num_nets, num_inputs, args.hidden_size, num_actions).requires_grad_(False)
 
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.heads(observation)[0]
+    def forward(self, observation: Tensor) -> Tensor:
+        """The mean of Q for each action: (K, inputs) -> (N, K, A)."""
+        return self.mean_and_log_variance(observation)[0]
 
-    def heads(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, *heads = self.net(observation).split(self.num_actions, -1)  # each (N, K, A)
-        log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)  # exp() stays finite
-        return mean + self.prior_scale * self.prior(observation) if self.prior_scale else mean, log_variance
+    def mean_and_log_variance(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and ln sigma^2 of Q for each action: (K, inputs) -> two of (N, K, A)."""
+        x = observation.expand(self.num_nets, -1, -1)
+        if self.variance_heads:
+            mean, log_variance = self.net(x).chunk(2, -1)
+            log_variance = log_variance.clamp(-60, 60)  # so that its exponential is finite
+        else:  # a sampled ensemble: its members have no variance of their own
+            mean = self.net(x)
+            log_variance = torch.full_like(mean, -math.inf)
+        if self.prior_scale > 0:
+            mean = mean + self.prior_scale * self.prior(x)
+        return mean, log_variance
 
 
 # ---------------------------------------------------------------------------- replay buffer
 class ReplayBuffer:
-    """A ring of transitions, one preallocated array per field, sampled uniformly with replacement."""
+    """A ring of transitions, with one array for each field, sampled uniformly with replacement."""
 
-    def __init__(self, capacity: int, device: torch.device, **example: Any):
-        self.data = {name: np.zeros((capacity, *np.shape(x)), np.asarray(x).dtype) for name, x in example.items()}
-        self.capacity, self.device, self.size, self.next = capacity, device, 0, 0
+    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray):
+        """The example is a transition whose values do not matter, only their names, shapes and types."""
+        self.arrays = {name: np.zeros((capacity, *value.shape), value.dtype) for name, value in example.items()}
+        self.capacity = capacity
+        self.device = device
+        self.size = 0
+        self.position = 0
 
-    def add(self, *transition: Any) -> None:
-        for array, value in zip(self.data.values(), transition, strict=True):
-            array[self.next] = value
-        self.next, self.size = (self.next + 1) % self.capacity, min(self.size + 1, self.capacity)
+    def add(self, **transition: Any) -> None:
+        for name, value in transition.items():
+            self.arrays[name][self.position] = value
+        self.position = (self.position + 1) % self.capacity
+        self.size = min(self.size + 1, self.capacity)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> SimpleNamespace:
         index = rng.integers(self.size, size=batch_size)
-        return SimpleNamespace(**{k: torch.from_numpy(v.take(index, 0)).to(self.device) for k, v in self.data.items()})
+        batch = SimpleNamespace()
+        for name, array in self.arrays.items():
+            setattr(batch, name, torch.from_numpy(array.take(index, axis=0)).to(self.device))
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: torch.as_tensor(v[: self.size]) for k, v in self.data.items()} | dict(size=self.size, next=self.next)
+        filled = {name: torch.from_numpy(array[: self.size]) for name, array in self.arrays.items()}
+        return {"arrays": filled, "size": self.size, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size, self.next = state["size"], state["next"]
-        for name, array in self.data.items():
-            array[: self.size] = state[name].numpy()
+        self.size = state["size"]
+        self.position = state["position"]
+        for name, array in self.arrays.items():
+            array[: self.size] = state["arrays"][name].numpy()
+
+
+def n_step_transitions(steps: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
+    """What the newest step completes: the transition of n steps ago; at the end of an episode, all that are left."""
+    while len(steps) == args.n_step or (done and steps):
+        rewards = [reward for _, _, reward in steps]
+        observation, action, _ = steps.popleft()
+        yield {
+            "observation": observation,
+            "action": action,
+            "reward": sum(args.gamma**i * reward for i, reward in enumerate(rewards)),
+            "discount": args.gamma ** len(rewards),  # of what follows: gamma^n
+        }
 
 
 # ---------------------------------------------------------------------------- uncertainty
-def mixture_variance(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+def mixture_variance(mean: Tensor, variance: Tensor) -> Tensor:
     """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
     return (variance + (mean - mean.mean(0)) ** 2).mean(0)
 
 
-def effective_batch_size(weight: torch.Tensor) -> torch.Tensor:
-    """EBS of each member's weights (Eq. 2)."""
+def effective_batch_size(weight: Tensor) -> Tensor:
+    """EBS of each member's weights (Eq. 2): (N, K) -> (N,)."""
     return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
-def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
-    """The smallest xi >= 0 with EBS >= MEBS, for all members at once (Eq. 2): (N, K) -> (N, 1).
+def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
+    """The smallest xi >= 0 with EBS >= MEBS over each member's unmasked samples (Eq. 2): (N, K) -> (N, 1).
 
-    Newton's method on the weights' mean over their deviation, (n / EBS - 1)^-1/2: concave in xi, and almost a line.
+    With n weights, EBS >= MEBS says that their mean is at least `goal` times their standard deviation. This ratio
+    is concave in xi, and almost a line, so that Newton's method finds xi in a few steps.
     """
-    zero, tolerance = 1e-60, 1e-6  # `zero` stands for xi = 0 and keeps every weight finite
-    noise, xi = np.sort(np.where(mask, variance, np.inf)), np.full(len(mask), zero)  # a masked sample gets no weight
-    count = np.maximum(mask.sum(-1), 1)
-    mebs = np.minimum(mebs_ratio * count, count - 1)
-    unsettled = list(zip(range(len(mask)), count.tolist(), np.sqrt(mebs / (count - mebs)).tolist(), strict=True))
-    for attempt in range(200):
-        weight = 1 / (noise + xi[:, None])
+    n = np.maximum(mask.sum(-1, keepdims=True), 1)
+    mebs = np.minimum(mebs_ratio * n, n - 1)
+    goal = np.sqrt(mebs / (n - mebs)) * (1 + 1e-6)  # a little more, so that rounding cannot leave EBS below MEBS
+    weight = mask / np.maximum(variance, 1e-60)
+    needed = weight.sum(-1, keepdims=True) ** 2 < mebs * (weight**2).sum(-1, keepdims=True)
+    xi = np.maximum((mask * variance).sum(-1, keepdims=True) / n, 1e-60)  # a first guess
+    for _ in range(100):
+        weight = mask / (variance + xi)
         square = weight * weight
-        sums = [x.sum(-1).tolist() for x in (weight, square, square * weight)]
-        members, unsettled = unsettled, []
-        for j, n, goal in members:
-            total, squares, cubes = (x[j] for x in sums)
-            deviation, slope = math.sqrt(max(n * squares - total**2, 0)), n * (total * cubes - squares**2)
-            excess = total - goal * deviation
-            if excess >= 0 and (attempt == 0 or excess <= tolerance * total):  # EBS >= MEBS, and no more than it
-                continue
-            unsettled.append((j, n, goal))
-            step = deviation**2 * (tolerance / 2 * total - excess) / slope if slope > 0 else -xi[j]
-            xi[j] = max(xi[j] + step, xi[j] / 8) if attempt else 0.3 * noise[j, int(mebs[j])]  # at first, a guess
-        if not unsettled:
+        s1 = weight.sum(-1, keepdims=True)
+        s2 = square.sum(-1, keepdims=True)
+        s3 = (square * weight).sum(-1, keepdims=True)
+        deviation = np.sqrt(np.maximum(n * s2 - s1**2, 0))
+        slope = np.maximum(n * (s1 * s3 - s2**2), 1e-250)
+        step = deviation**2 * (goal * deviation - s1) / slope
+        step = np.clip(step, -0.9 * xi, 9 * xi)
+        xi = xi + step
+        if (abs(step) <= 1e-7 * xi)[needed].all():
             break
-    return np.where(xi > zero, xi, 0)[:, None]
-
-
-def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
-    """The same xi by the paper's method, member by member: minimise |EBS - MEBS| with Nelder-Mead (App. A.2)."""
-    import scipy.optimize  # only here: it would slow every start
-
-    def solve(noise: np.ndarray) -> float:
-        mebs, scale = min(mebs_ratio * len(noise), len(noise) - 1), noise.max(initial=0) + 1e-90
-        gap = lambda log_xi: mebs - effective_batch_size(1 / (noise / scale + np.exp(log_xi)))
-        if mebs <= 0 or gap(-200) <= 0:  # EBS >= MEBS without xi
-            return 0.0
-        return scale * np.exp(scipy.optimize.minimize(lambda x: abs(gap(x)), 0, method="Nelder-Mead", tol=1e-9).x[0])
-
-    return np.array([[solve(noise[unmasked])] for noise, unmasked in zip(variance, mask, strict=True)])
-
-
-def uniform_weights(mask: torch.Tensor) -> torch.Tensor:
-    """The weights of a mean over each member's unmasked samples."""
-    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+    return np.where(needed, xi, 0)
 
 
 def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.ndarray:
@@ -249,75 +264,130 @@ def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.nd
     return weight / np.maximum(weight.sum(-1, keepdims=True), 1e-60)
 
 
-def inverse_variance(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+def inverse_variance(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
     """BIV weights by a constant xi or each member's smallest with EBS >= MEBS (Alg. 2, lines 23-24), and that xi."""
-    noise, unmasked, xi = variance.double().cpu().numpy(), mask.cpu().numpy(), np.full((len(variance), 1), args.xi)
+    noise = variance.double().cpu().numpy()
+    unmasked = mask.cpu().numpy()
+    require_finite("a variance", noise)
     if args.xi is None:
-        solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
-        xi = solve(noise, unmasked, args.mebs_ratio)
-    return torch.from_numpy(biv_weights(noise, unmasked, xi)).to(variance), torch.from_numpy(xi)
+        xi = smallest_xi(noise, unmasked, args.mebs_ratio)
+    else:
+        xi = np.full((len(noise), 1), args.xi)
+    weight = biv_weights(noise, unmasked, xi)
+    return torch.from_numpy(weight).to(variance), torch.from_numpy(xi)
+
+
+def uniform_weights(mask: Tensor) -> Tensor:
+    """The weights of a mean over each member's unmasked samples."""
+    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+
+
+def sample_weights(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+    """The weights of each member's unmasked samples, (N, K), and xi. BIV is the paper's; the others are App. F's."""
+    xi = torch.zeros(())
+    if args.weighting == "biv":
+        weight, xi = inverse_variance(variance, mask, args)
+    elif args.weighting == "sunrise":
+        weight = uniform_weights(mask) * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
+    elif args.weighting == "uwac":
+        weight = uniform_weights(mask) * (args.uwac_beta / variance).clamp_max(1.5)
+    else:
+        weight = uniform_weights(mask)
+    return weight, xi
 
 
 # ---------------------------------------------------------------------------- losses
-def loss_attenuation(error: torch.Tensor, log_variance: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """L_LA: Gaussian negative log-likelihood of the squared errors, by uniform weights (Eq. 3)."""
-    return (weight * (error * torch.exp(-log_variance) + log_variance)).sum()
+def at_action(values: Tensor, action: Tensor) -> Tensor:
+    """Each member's value of the action taken, or of its own: (N, K, A) at (K,) or (N, K) -> (N, K)."""
+    index = action.expand(values.shape[:-1]).unsqueeze(-1)
+    return values.gather(-1, index).squeeze(-1)
 
 
-def ivdqn_loss(network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args):
-    """L_IVRL of a minibatch, summed over the members, which share no parameters (Alg. 2, lines 11-25; Eq. 10)."""
+def loss_attenuation(squared_error: Tensor, log_variance: Tensor, mask: Tensor) -> Tensor:
+    """L_LA: Gaussian negative log-likelihood, averaged over each member's unmasked samples (Eq. 3)."""
+    negative_log_likelihood = squared_error * torch.exp(-log_variance) + log_variance
+    return (uniform_weights(mask) * negative_log_likelihood).sum()
+
+
+def ivdqn_loss(
+    network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """L_BIV + lambda L_LA, summed over the members, which share no parameters (Alg. 2, lines 11-25; Eq. 10)."""
     mask = batch.mask.T.contiguous()  # (N, K)
-    uniform = uniform_weights(mask)
-    # Line 13: each member's prediction at (s, a).
-    action = batch.action.expand_as(mask).unsqueeze(-1)
-    mean, log_variance = (head.gather(-1, action).squeeze(-1) for head in network.heads(batch.observation))  # (N, K)
+    # Line 13: each member's mean and log-variance at (s, a).
+    all_means, all_log_variances = network.mean_and_log_variance(batch.observation)  # each (N, K, A)
+    mean = at_action(all_means, batch.action)  # (N, K)
+    log_variance = at_action(all_log_variances, batch.action)  # (N, K)
     with torch.no_grad():
-        # Lines 14-15: each member's own greedy action a' and its target.
-        next_mean, next_log_variance = target_network.heads(batch.next_observation)
-        target_mean, next_action = next_mean.max(-1)  # (N, K)
-        discount = args.gamma * (1 - batch.terminated)
-        target = batch.reward + discount * target_mean
-        # Lines 16-21: the mixture of all members' predictions at (s', a').
-        next_variance = mixture_variance(next_mean, next_log_variance.exp()).gather(-1, next_action.T).T  # (N, K)
-        # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
-        target_variance = (args.gamma if args.terminal_variance else discount) ** 2 * next_variance
-        # The weights of the unmasked samples: lines 23-24, or those of App. F.
-        xi, weight = torch.zeros(()), uniform
-        if args.weighting == "biv":
-            weight, xi = inverse_variance(target_variance, mask, args)
-        elif args.weighting == "sunrise":
-            weight = weight * (torch.sigmoid(-next_variance.sqrt() * args.sunrise_temperature) + 0.5)
-        elif args.weighting == "uwac":
-            weight = weight * (args.uwac_beta / next_variance).clamp_max(1.5)
-    error = nn.functional.mse_loss(mean, target, reduction="none")
-    biv = (weight * error).sum()
-    attenuation = loss_attenuation(error, log_variance, uniform) if args.variance_heads else torch.zeros(())
-    loss = biv + args.loss_attenuation_weight * attenuation  # line 25: L_BIV + lambda L_LA
-    metrics = {"losses/q_values": mean.mean, "losses/biv": biv.mean, "losses/attenuation": attenuation.mean}
-    metrics |= {"uncertainty/target_variance_mean": target_variance.mean, "uncertainty/weight_max": weight.max}
-    metrics |= {"uncertainty/target_variance_median": target_variance.median, "uncertainty/xi": xi.mean}
-    metrics |= {"uncertainty/predicted_variance_mean": lambda: log_variance.exp().mean()}
-    return loss, metrics | {"uncertainty/effective_batch_size": lambda: effective_batch_size(weight).nanmean()}
+        # Lines 14-15: each member's own greedy a', and its target.
+        next_means, next_log_variances = target_network.mean_and_log_variance(batch.next_observation)  # each (N, K, A)
+        next_mean, next_action = next_means.max(-1)  # (N, K)
+        target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
+        # Lines 16-21: the variance of the mixture of all members, at each member's a'.
+        mixture = mixture_variance(next_means, next_log_variances.exp())  # (K, A)
+        next_variance = mixture.gather(-1, next_action.T).T  # (N, K)
+        target_variance = batch.discount**2 * next_variance  # Eq. 9
+        if not args.terminal_variance:
+            target_variance = target_variance * (1 - batch.terminated)
+        # Lines 23-24: the weights of each member's unmasked samples.
+        variance = target_variance if args.weighting == "biv" else next_variance
+        weight, xi = sample_weights(variance, mask, args)  # (N, K), (N, 1)
+    # Line 25.
+    squared_error = (mean - target) ** 2
+    biv = (weight * squared_error).sum()  # Eq. 1
+    loss = biv
+    attenuation = torch.zeros(())
+    if args.variance_heads:
+        attenuation = loss_attenuation(squared_error, log_variance, mask)  # Eq. 3
+        loss = biv + args.loss_attenuation_weight * attenuation  # Eq. 10
+    return loss, {
+        "mean": mean,
+        "log_variance": log_variance,
+        "target_variance": target_variance,
+        "weight": weight,
+        "xi": xi,
+        "biv": biv,
+        "attenuation": attenuation,
+    }
 
 
-# ---------------------------------------------------------------------------- acting and evaluation
-def make_discrete_env(env_id: str, **kwargs: Any) -> gym.Env:
-    try:
-        env = gym.make(env_id, **kwargs)
-    except (gym.error.Error, ImportError) as error:
-        refuse(f"the environment {env_id} cannot be made: {error}")
-    discrete = isinstance(env.action_space, gym.spaces.Discrete) and env.action_space.start == 0
-    if not discrete or len(env.observation_space.shape or ()) != 1:
-        spaces = f"{env.action_space} and {env.observation_space}"
-        refuse(f"{env_id} has {spaces}, not Discrete(n) and a flat Box; sac.py and its like take continuous actions")
-    return env
+def ivdqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
+    """What is logged of an update."""
+    return {
+        "losses/loss": loss.item(),
+        "losses/q_values": tensors["mean"].mean().item(),
+        "losses/biv": tensors["biv"].item(),
+        "losses/attenuation": tensors["attenuation"].item(),
+        "uncertainty/target_variance_mean": tensors["target_variance"].mean().item(),
+        "uncertainty/target_variance_median": tensors["target_variance"].median().item(),
+        "uncertainty/predicted_variance_mean": tensors["log_variance"].exp().mean().item(),
+        "uncertainty/weight_max": tensors["weight"].max().item(),
+        "uncertainty/effective_batch_size": effective_batch_size(tensors["weight"]).nanmean().item(),
+        "uncertainty/xi": tensors["xi"].mean().item(),
+    }
+
+
+def clip_each_member(parameters: list[nn.Parameter], max_norm: float) -> None:
+    """Scales the gradient of each member, over all its layers, down to the given norm."""
+    squares = sum((parameter.grad**2).sum((1, 2)) for parameter in parameters)  # (N,)
+    factor = (max_norm / squares.sqrt()).clamp_max(1).view(-1, 1, 1)
+    for parameter in parameters:
+        parameter.grad *= factor
 
 
 @torch.no_grad()
+def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """Moves each target parameter by a share tau towards the online one."""
+    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
+        target_parameter.lerp_(parameter, tau)
+
+
+# ---------------------------------------------------------------------------- acting and evaluation
+@torch.no_grad()
 def member_actions(network: nn.Module, observation: np.ndarray, device: torch.device) -> np.ndarray:
     """The greedy action of each member (Alg. 1 and 2, line 5): (N,)."""
-    mean = network(torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0))  # (N, 1, A)
-    return mean.argmax(-1).squeeze(-1).cpu().numpy()
+    q_values = network(torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0))  # (N, 1, A)
+    return q_values.argmax(-1).squeeze(-1).cpu().numpy()
 
 
 def majority_vote(actions: np.ndarray, rng: np.random.Generator) -> int:
@@ -326,195 +396,691 @@ def majority_vote(actions: np.ndarray, rng: np.random.Generator) -> int:
     return int(rng.choice(np.flatnonzero(votes == votes.max())))
 
 
-def evaluate(env: gym.Env, policy: Callable[[np.ndarray], Any], seed: int) -> float:
+class IVDQN:
+    """What learns and is saved: networks, optimiser, replay buffer."""
+
+    def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete, args: Args):
+        num_inputs = observation_space.shape[0]
+        num_actions = int(action_space.n)
+        device = choose_device(args)
+        self.network = VarEnsembleQNetwork(num_inputs, num_actions, args).to(device)
+        self.target_network = VarEnsembleQNetwork(num_inputs, num_actions, args).to(device).requires_grad_(False)
+        self.target_network.load_state_dict(self.network.state_dict())
+        self.optimizer = torch.optim.Adam(self.network.net.parameters(), lr=args.learning_rate, fused=True)
+        self.buffer = ReplayBuffer(
+            args.buffer_size,
+            device,
+            observation=np.zeros(num_inputs, np.float32),
+            action=np.int64(0),
+            next_observation=np.zeros(num_inputs, np.float32),
+            reward=np.float32(0),
+            discount=np.float32(0),
+            terminated=np.float32(0),
+            mask=np.zeros(args.num_nets, bool),
+        )
+
+    def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> int:
+        return majority_vote(member_actions(self.network, observation, self.buffer.device), rng)
+
+
+def discrete_actions(env: gym.Env) -> gym.Env:
+    """Refuses an environment whose actions this family cannot take."""
+    if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
+        raise RunError(f"{env.spec.id} has actions {env.action_space}, not Discrete(n): try sac.py and its like")
+    return env
+
+
+# What the rest of the file calls by one name in all scripts.
+AlgorithmArgs = IVDQNArgs
+Agent = IVDQN
+adapt_actions = discrete_actions
+
+
+def evaluate(agent: Agent, env: gym.Env, seed: int) -> float:
     """The return of one episode."""
+    rng = np.random.default_rng(seed)
     observation, _ = env.reset(seed=seed)
-    episodic_return, done = 0.0, False
+    episodic_return = 0.0
+    done = False
     while not done:
-        observation, reward, terminated, truncated, _ = env.step(policy(observation))
-        episodic_return, done = episodic_return + float(reward), terminated or truncated
+        observation, reward, terminated, truncated, _ = env.step(agent.evaluation_action(observation, rng))
+        episodic_return += reward
+        done = terminated or truncated
     return episodic_return
 
 
-# ---------------------------------------------------------------------------- logging and checkpoints
-def require_finite(global_step: int, **values: Any) -> None:
-    for name, value in values.items():
-        if not np.isfinite(value).all():
-            refuse(f"the {name} at step {global_step} is not finite ({value}): the run ends here", code=1)
+def is_solved(eval_returns: list[float], env: gym.Env, args: Args) -> bool:
+    """Whether the last 100 evaluation returns average the score that solves the environment (Table 1)."""
+    solved_at = env.spec.reward_threshold if args.solved_at is None else args.solved_at
+    return solved_at is not None and len(eval_returns) == 100 and np.mean(eval_returns) >= solved_at
 
 
-def load_checkpoint(folder: Path, args: Args, parts: dict[str, Any]) -> dict[str, Any]:
+# ---------------------------------------------------------------------------- the loop
+def train(args: Args) -> Path:
+    """Algorithm 2, line by line; returns the folder of the run."""
+    with Run(args) as run:
+        env = run.env
+        agent = IVDQN(env.observation_space, env.action_space, args)
+        rng = np.random.default_rng(args.seed)
+        run.start(agent, rng)
+        parameters = list(agent.network.net.parameters())
+        sample_size = round(args.batch_size / args.mask_prob)  # of which about batch_size survive a member's mask
+        while not run.is_over() and not is_solved(run.eval_returns, run.eval_env, args):  # line 2
+            observation, _ = env.reset(seed=run.episode_seed())
+            member = rng.integers(args.num_nets)  # line 3: one member acts for the whole episode
+            epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**run.episode)
+            steps = deque()  # those whose n-step return is not complete yet
+            episodic_return = 0.0
+            episodic_length = 0
+            done = False
+            while not done and run.global_step < args.total_timesteps:  # line 4
+                run.global_step += 1
+                # Lines 5-6: explore or exploit.
+                if rng.random() < epsilon:
+                    action = int(rng.integers(env.action_space.n))
+                else:
+                    action = int(member_actions(agent.network, observation, agent.buffer.device)[member])
+                next_observation, reward, terminated, truncated, _ = env.step(action)
+                done = terminated or truncated
+                episodic_return += reward
+                episodic_length += 1
+                # Lines 7-9: store with a Bernoulli mask. A truncated episode did not terminate: its targets bootstrap.
+                steps.append((observation, action, reward))
+                for transition in n_step_transitions(steps, done, args):
+                    agent.buffer.add(
+                        **transition,
+                        next_observation=next_observation,
+                        terminated=terminated or (truncated and args.truncation_terminates),
+                        mask=rng.random(args.num_nets) < args.mask_prob,
+                    )
+                observation = next_observation
+                learning = run.global_step > args.learning_starts
+                if learning and run.global_step % args.train_frequency == 0:
+                    batch = agent.buffer.sample(sample_size, rng)  # line 10
+                    loss, tensors = ivdqn_loss(agent.network, agent.target_network, batch, args)  # lines 11-24
+                    require_finite("the loss", loss.item())
+                    agent.optimizer.zero_grad()
+                    loss.backward()
+                    if args.max_grad_norm is not None:
+                        clip_each_member(parameters, args.max_grad_norm)
+                    agent.optimizer.step()  # line 25
+                    if run.global_step % args.log_every == 0:
+                        run.log(ivdqn_metrics(loss, tensors))
+                if learning and run.global_step % args.target_network_frequency == 0:
+                    soft_update(agent.target_network.net, agent.network.net, args.tau)  # line 26
+                run.show_progress()
+            if done:
+                run.episode += 1
+                row = {
+                    "charts/episode": run.episode,
+                    "charts/episodic_return": episodic_return,
+                    "charts/episodic_length": episodic_length,
+                    "charts/epsilon": epsilon,
+                }
+                if args.eval_every and run.episode % args.eval_every == 0:
+                    row |= run.evaluate(agent, run.episode)
+                run.log(row)
+                run.checkpoint_if_due()
+        return run.finish()
+
+
+# ============================================================================
+# Nothing below is about the algorithm: arguments, environments, the run's folder, metrics, checkpoints, command line.
+# ============================================================================
+SCRIPT = Path(__file__).name
+# The arguments that may change when a run is resumed; all others belong to it for good.
+MAY_CHANGE = {
+    *("total_timesteps", "total_episodes", "solved_at", "cuda", "num_threads"),
+    *("exp_name", "run_name", "runs_dir", "checkpoint_every", "checkpoint_minutes", "resume"),
+    *("evaluate", "eval_episodes", "capture_video", "track", "wandb_project_name", "wandb_entity"),
+}
+# What the progress bar shows beside steps, speed and time left.
+SHOWN = {
+    "charts/episode": "episode",
+    "charts/episodic_return": "return",
+    "charts/eval_return": "eval",
+    "charts/eval_return_mean100": "mean100",
+}
+MAX_INPUTS = 10_000  # numbers in an observation: an MLP is not made for pictures
+# The smallest and the largest value of each number, for the arguments of all scripts.
+RANGES = {
+    "total_timesteps": (1, 10**12),
+    "total_episodes": (1, 10**12),
+    "solved_at": (-1e12, 1e12),
+    "eval_every": (0, 10**12),
+    "num_nets": (1, 1000),
+    "hidden_size": (1, 10**5),
+    "buffer_size": (1, 10**9),
+    "learning_starts": (0, 10**12),
+    "train_frequency": (1, 10**9),
+    "batch_size": (1, 10**6),
+    "learning_rate": (1e-12, 1e3),
+    "max_grad_norm": (1e-12, 1e12),
+    "gamma": (0, 1),
+    "n_step": (1, 10**4),
+    "tau": (1e-12, 1),
+    "target_network_frequency": (1, 10**9),
+    "start_epsilon": (0, 1),
+    "end_epsilon": (0, 1),
+    "epsilon_decay": (1e-12, 1),
+    "mask_prob": (1e-3, 1),
+    "prior_scale": (0, 1e6),
+    "mebs_ratio": (1e-6, 1),
+    "xi": (0, 1e30),
+    "loss_attenuation_weight": (0, 1e12),
+    "sunrise_temperature": (0, 1e12),
+    "uwac_beta": (1e-12, 1e12),
+    "num_threads": (1, 1024),
+    "seed": (0, 2**63 - 1),
+    "env_seed": (0, 2**63 - 1),
+    "log_every": (1, 10**12),
+    "checkpoint_every": (1, 10**12),
+    "checkpoint_minutes": (0, 1e6),
+    "eval_episodes": (1, 10**6),
+    "rollout_length": (1, 10**9),
+    "updates_per_step": (0, 1e6),
+    "policy_lr": (1e-12, 1e3),
+    "q_lr": (1e-12, 1e3),
+    "alpha_lr": (1e-12, 1e3),
+    "alpha": (1e-12, 1e12),
+    "ucb": (0, 1e12),
+}
+
+
+class RunError(Exception):
+    """Ends a run with one sentence and an exit code: 2 for what was asked, 1 for what went wrong."""
+
+    def __init__(self, sentence: str, code: int = 2):
+        super().__init__(" ".join(sentence.split()))
+        self.code = code
+
+
+def require_finite(name: str, value: Any) -> None:
+    if not np.isfinite(value).all():
+        raise FloatingPointError(f"{name} is not finite")
+
+
+# ---------------------------------------------------------------------------- arguments
+def is_of_type(value: Any, kind: Any) -> bool:
+    """Whether a value is what the annotation of an argument says."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if get_args(kind):  # one or the other
+        return any(is_of_type(value, each) for each in get_args(kind))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def check_args(args: Args) -> None:
+    """Refuses a value of another type and a number out of range."""
+    for name, kind in get_type_hints(Args).items():
+        flag = "--" + name.replace("_", "-")
+        value = getattr(args, name)
+        if not is_of_type(value, kind):
+            raise RunError(f"{flag} must be {getattr(kind, '__name__', kind)}, not {value!r}")
+        if name in RANGES and value is not None:
+            low, high = RANGES[name]
+            if not low <= value <= high:
+                raise RunError(f"{flag} must be between {low:g} and {high:g}, not {value}")
+
+
+def read_env_kwargs(args: Args) -> dict[str, Any]:
+    """Arguments of the environment from JSON objects and key=value, where a value that is no JSON is a string."""
+    kwargs = {}
+    for word in args.env_kwargs:
+        key, equals, value = word.partition("=")
+        try:
+            if word.startswith("{"):
+                kwargs |= json.loads(word)
+            elif equals:
+                kwargs[key] = json.loads(value)
+            else:
+                raise RunError(f"--env-kwargs takes a JSON object or key=value, not {word}")
+        except ValueError:
+            if word.startswith("{"):
+                raise RunError(f"--env-kwargs {word} is no JSON object") from None
+            kwargs[key] = value
+    return kwargs
+
+
+def run_folder(args: Args) -> Path:
+    name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    return Path(
+        args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name)
+    )  # no separators, no leading dots: it stays in there
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config.json; arguments that it does not know have their defaults."""
     try:
-        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)  # runs no code of the file
-        if (state["script"], state["env_id"]) != (SCRIPT, args.env_id):
-            raise ValueError(f"it is of {state['script']} on {state['env_id']}")
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        return state
+        config = json.loads((folder / "config.json").read_text())
+        known = asdict(Args())
+        saved = {name: value for name, value in config["args"].items() if name in known}
+        saved["env_kwargs"] = tuple(saved.get("env_kwargs", ()))
+        return {"script": config["script"], "wandb_id": config.get("wandb_id"), "args": known | saved}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"{folder} holds no run: {type(error).__name__}: {error}") from None
+
+
+@dataclass
+class CommandLine:
+    """The arguments as --help groups them."""
+
+    algorithm: AlgorithmArgs
+    run: RunArgs
+
+
+def parse(defaults: dict[str, Any]) -> Args:
+    algorithm = AlgorithmArgs(**{field.name: defaults[field.name] for field in fields(AlgorithmArgs)})
+    run = RunArgs(**{field.name: defaults[field.name] for field in fields(RunArgs)})
+    default = CommandLine(algorithm, run)
+    given = tyro.cli(CommandLine, default=default, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**vars(given.algorithm), **vars(given.run))
+
+
+def parse_command_line() -> Args:
+    """The command line. What --resume and --evaluate are not told comes from the run's own config.json."""
+    args = parse(asdict(Args()))
+    if args.resume and not args.run_name:
+        raise RunError("--resume needs the --run-name of the run")
+    folder = Path(args.evaluate) if args.evaluate else run_folder(args)
+    if args.evaluate or (args.resume and (folder / "config.json").exists()):
+        here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
+        args = parse(read_config(folder)["args"] | here)
+    return args
+
+
+# ---------------------------------------------------------------------------- environments
+class CheckFinite(gym.Wrapper):
+    """Ends the run at an observation or a reward that is not finite."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        observation, info = self.env.reset(**kwargs)
+        require_finite("the observation", observation)
+        return observation, info
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        require_finite("the observation", observation)
+        require_finite("the reward", reward)
+        return observation, float(reward), terminated, truncated, info
+
+
+def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
+    """The environment, with flat observations and actions of the script's kind."""
+    try:
+        env = gym.make(env_id, **read_env_kwargs(args), **kwargs)
+        if len(env.observation_space.shape or ()) != 1:
+            num_inputs = gym.spaces.flatdim(env.observation_space)
+            if num_inputs > MAX_INPUTS:
+                raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes {MAX_INPUTS} at most")
+            env = gym.wrappers.FlattenObservation(env)
+    except (gym.error.Error, ImportError, TypeError, ValueError, NotImplementedError) as error:
+        raise RunError(f"the environment {env_id} cannot be made: {error}") from None
+    return CheckFinite(adapt_actions(env))
+
+
+def make_eval_env(args: Args) -> gym.Env:
+    """The environment of evaluations; with --capture-video, one that has been seen to render."""
+    env_id = args.eval_env_id or args.env_id
+    if not args.capture_video:
+        return make_env(env_id, args)
+    env = make_env(env_id, args, render_mode="rgb_array")
+    try:
+        import moviepy  # noqa: F401
+
+        env.reset(seed=0)
+        if env.render() is None:
+            raise ValueError("it gives no picture")
     except Exception as error:
-        refuse(f"{folder / 'checkpoint.pt'} cannot be loaded: {error}")
+        raise RunError(f"--capture-video: {env_id} cannot be rendered here: {error}") from None
+    return env
+
+
+def record_every_episode(_: int) -> bool:
+    return True
+
+
+# ---------------------------------------------------------------------------- checkpoints
+def choose_device(args: Args) -> torch.device:
+    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    try:
+        return torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)  # runs no code of the file
+    except Exception as error:
+        raise RunError(f"{folder / 'checkpoint.pt'} cannot be loaded: {error}") from None
+
+
+def load_networks(agent: Agent, folder: Path) -> None:
+    """The networks of a checkpoint, whatever script it is of, if they fit."""
+    state = load_checkpoint(folder)
+    try:
+        for name, part in vars(agent).items():
+            if isinstance(part, nn.Module):
+                part.load_state_dict(state["agent"][name])
+    except Exception as error:
+        raise RunError(f"{folder / 'checkpoint.pt'} does not fit: {error}") from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written anew: should the process die, the old one or the new one is there, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # a new file, never through somebody's link
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        raise RunError(f"{path} cannot be written: {error}", code=1) from None
+
+
+def lock(file: BinaryIO) -> None:
+    """Keeps a second process from the same run, where the system can. The lock dies with this process."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class Run:
-    """The run's folder (config.json, metrics.jsonl, checkpoint.pt), the progress bar and W&B."""
+    """The run's environments, folder (config.json, metrics.jsonl, checkpoint.pt), progress bar and W&B."""
 
-    def __init__(self, args: Args, parts: dict[str, Any], rng: np.random.Generator):
-        self.args, self.parts, self.rng, self.folder = args, parts, rng, Path(args.runs_dir, args.run_name)
-        if args.track:
-            import wandb
+    def __init__(self, args: Args):
+        check_args(args)
+        self.args = args
+        self.folder = run_folder(args)
+        self.env_seed = args.seed if args.env_seed is None else args.env_seed
+        self.global_step = 0
+        self.episode = 0
+        self.eval_returns = []
+        self.stop_signal = 0
+        self.wandb = None
+        self.wandb_id = uuid.uuid4().hex
+        self.wandb_videos = set()
+        self.bar_texts = {}
 
-            if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-                refuse("--track finds no API key of Weights & Biases: run `wandb login`, or set WANDB_MODE=offline")
+    def __enter__(self) -> "Run":
+        """Sets up torch, signals and environments; __exit__ puts everything back as it was."""
+        args = self.args
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+            deterministic = args.torch_deterministic and choose_device(args).type == "cuda"
+            torch.manual_seed(args.seed)
+            torch.set_num_threads(args.num_threads)
+            torch.set_float32_matmul_precision(args.matmul_precision)
+            torch.set_deterministic_debug_mode("warn" if deterministic else "default")
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    stack.callback(signal.signal, number, signal.signal(number, self.on_signal))
+            self.env = make_env(args.env_id, args)
+            stack.callback(self.env.close)
+            self.eval_env = make_eval_env(args)
+            stack.callback(self.eval_env.close)
+            spaces = (self.env.observation_space.shape, self.env.action_space)
+            if (self.eval_env.observation_space.shape, self.eval_env.action_space) != spaces:
+                raise RunError(f"--eval-env-id {args.eval_env_id} has other spaces than --env-id {args.env_id}")
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stack.close()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=0 if error is None else 1)
+        if isinstance(error, FloatingPointError):
+            raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
+
+    def on_signal(self, number: int, _: Any) -> None:
+        """Ctrl-C or SIGTERM: the first lets the episode finish, the second ends the process."""
+        if self.stop_signal:
+            raise KeyboardInterrupt
+        self.stop_signal = number
+        print("\nfinishing the episode, then saving; once more to quit at once", file=sys.stderr, flush=True)
+
+    def start(self, agent: Agent, rng: np.random.Generator) -> None:
+        """Opens the run's folder, and takes up where its checkpoint left off."""
+        args = self.args
+        self.agent = agent
+        self.rng = rng
+        if args.warm_start is not None:
+            load_networks(agent, Path(args.warm_start))
+        is_new = not (self.folder / "config.json").exists() and not (self.folder / "checkpoint.pt").exists()
+        if not is_new:
+            self.check_same_run()
         try:
-            self.folder.mkdir(parents=True, exist_ok=args.resume or not (self.folder / "config.json").exists())
-            self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)
-            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when this process dies
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.metrics = open(self.folder / "metrics.jsonl", "ab")
+            self.stack.callback(self.metrics.close)
+            lock(self.metrics)
         except OSError as error:
-            refuse(f"{self.folder} exists (try --resume), is in use by another process, or cannot be made: {error}")
-        self.progress, size = (0, 0, []), 0  # global step, episode, evaluation returns
+            raise RunError(f"{self.folder} is in use by another process, or cannot be made: {error}") from None
         if (self.folder / "checkpoint.pt").exists():
-            state = load_checkpoint(self.folder, args, parts)
-            self.progress, size, rng.bit_generator.state = state["progress"], state["size"], state["numpy_rng"]
+            self.load()
+        else:
+            self.metrics.truncate(0)
+        if args.track:
+            self.start_wandb(is_new)
+        if args.capture_video:
+            videos = self.folder / "videos" / str(int(time.time()))
+            self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(videos), disable_logger=True)
+            self.stack.callback(self.eval_env.close)
+        if not self.is_over():
+            self.save_config("running")
+        self.start_step = self.saved_step = self.global_step
+        self.start_time = self.saved_time = time.time()
+        self.bar = tqdm(
+            total=args.total_timesteps,
+            initial=self.global_step,
+            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining}",
+            unit="",
+            smoothing=0,
+            disable=not sys.stderr.isatty(),
+        )
+        self.stack.callback(self.bar.close)
+        print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
+
+    def check_same_run(self) -> None:
+        """A run belongs to its script and its arguments."""
+        if not self.args.resume:
+            raise RunError(f"{self.folder} exists: continue it with --resume, or choose another --run-name")
+        config = read_config(self.folder)
+        if config["script"] != SCRIPT:
+            raise RunError(f"{self.folder} is a run of {config['script']}, not of {SCRIPT}")
+        for name, value in asdict(self.args).items():
+            if name not in MAY_CHANGE and config["args"][name] != value:
+                raise RunError(f"{self.folder} has {name} {config['args'][name]}, and cannot be resumed with {value}")
+        self.wandb_id = config["wandb_id"]
+
+    def start_wandb(self, is_new: bool) -> None:
+        import wandb
+
+        try:
+            self.wandb = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                dir=self.folder,
+                config=asdict(self.args),
+                save_code=True,
+            )
+        except wandb.Error as error:
+            if is_new:
+                shutil.rmtree(self.folder)
+            raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
+
+    def is_over(self) -> bool:
+        args = self.args
+        out_of_steps = self.global_step >= args.total_timesteps
+        out_of_episodes = args.total_episodes is not None and self.episode >= args.total_episodes
+        return out_of_steps or out_of_episodes or self.stop_signal != 0
+
+    def episode_seed(self) -> int:
+        """With its own seed for each episode, the end of an episode is a complete state of the run."""
+        return int(np.random.SeedSequence((self.env_seed, self.episode)).generate_state(1)[0])
+
+    def evaluate(self, agent: Agent, number: int) -> dict[str, float]:
+        """One evaluation episode, as a row of metrics."""
+        seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
+        self.eval_returns = [*self.eval_returns, evaluate(agent, self.eval_env, seed)][-100:]
+        mean = float(np.mean(self.eval_returns))
+        return {"charts/eval_return": self.eval_returns[-1], "charts/eval_return_mean100": mean}
+
+    def log(self, row: dict[str, float]) -> None:
+        """Writes a row of metrics, and shows it if it is one of charts."""
+        row = {"global_step": self.global_step} | row
+        if any(name.startswith("charts/") for name in row):
+            row["charts/SPS"] = int((self.global_step - self.start_step) / (time.time() - self.start_time))
+            self.show(row)
+        for name, value in row.items():
+            require_finite(name, value)
+        try:
+            self.metrics.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            self.metrics.flush()
+        except OSError as error:
+            raise RunError(f"{self.folder} cannot be written at step {self.global_step}: {error}", code=1) from None
+        if self.wandb is not None:
+            self.wandb.log(row | self.new_videos(), step=self.global_step)
+
+    def new_videos(self) -> dict[str, Any]:
+        import wandb
+
+        paths = set(self.folder.glob("videos/*/*.mp4")) - self.wandb_videos
+        self.wandb_videos |= paths
+        return {f"videos/{path.stem}": wandb.Video(str(path), format="mp4") for path in paths}
+
+    def show(self, row: dict[str, float]) -> None:
+        """On a terminal, the latest of each kind beside the bar; elsewhere a line for each row."""
+        if self.bar.disable:
+            print(" ".join(f"{name.removeprefix('charts/')}={value:.6g}" for name, value in row.items()), flush=True)
+            return
+        for name, label in SHOWN.items():
+            if name in row:
+                self.bar_texts[label] = f"{label} {row[name]:.4g}"
+        self.bar.set_postfix_str(" ".join(self.bar_texts.values()), refresh=False)
+        if self.args.total_episodes is not None and self.episode > 0:
+            expected_steps = int(self.global_step / self.episode * self.args.total_episodes)
+            self.bar.total = min(self.args.total_timesteps, expected_steps)
+
+    def show_progress(self, steps_to_learn: float = 0) -> None:
+        """Moves the bar to the last step that has been learned from."""
+        self.bar.update(self.global_step - int(steps_to_learn) - self.bar.n)
+
+    def checkpoint_if_due(self) -> None:
+        minutes = (time.time() - self.saved_time) / 60
+        steps = self.global_step - self.saved_step
+        if steps >= self.args.checkpoint_every or minutes >= self.args.checkpoint_minutes:
+            self.save()
+
+    def finish(self) -> Path:
+        """Saves, and says how the run ended."""
+        if self.global_step > self.saved_step or not (self.folder / "checkpoint.pt").exists():
+            self.save()
+        self.bar.close()
+        ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
+        if self.stop_signal:
+            command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
+            raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
+        self.save_config("finished")
+        print(f"finished: {ended}", flush=True)
+        return self.folder
+
+    def save(self) -> None:
+        """Writes a checkpoint, from which the run goes on as if nothing had happened."""
+        self.metrics.flush()
+        os.fsync(self.metrics.fileno())
+        state = {
+            "agent": {name: part.state_dict() for name, part in vars(self.agent).items()},
+            "global_step": self.global_step,
+            "episode": self.episode,
+            "eval_returns": self.eval_returns,
+            "metrics_size": self.metrics.tell(),
+            "numpy_rng": self.rng.bit_generator.state,
+            "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        }
+        with replacing(self.folder / "checkpoint.pt") as file:
+            torch.save(state, file)
+        self.saved_step = self.global_step
+        self.saved_time = time.time()
+
+    def load(self) -> None:
+        state = load_checkpoint(self.folder)
+        try:
+            for name, part in vars(self.agent).items():
+                part.load_state_dict(state["agent"][name])
+            self.global_step = state["global_step"]
+            self.episode = state["episode"]
+            self.eval_returns = state["eval_returns"]
+            self.rng.bit_generator.state = state["numpy_rng"]
             torch.set_rng_state(state["torch_rng"])
             torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
-        self.metrics.seek(self.metrics.truncate(size))  # what came after the checkpoint will come again
-        self.save_config("running")
-        self.signal, self.start_step, self.start_time = 0, self.progress[0], time.time()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: setattr(self, "signal", number))
-        self.bar = tqdm(total=args.total_timesteps, initial=self.start_step, disable=not sys.stderr.isatty())
-        if args.track:
-            where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": self.folder}
-            self.wandb = wandb.init(**where, id=args.run_name, resume="allow", config=asdict(args), save_code=True)
-
-    def log(self, global_step: int, row: dict[str, float]) -> None:
-        row = {"global_step": global_step} | row
-        if any(name.startswith("charts/") for name in row):
-            row["charts/SPS"] = int((global_step - self.start_step) / (time.time() - self.start_time))
-            text = re.sub("charts/(episodic_|eval_return_)?", "", " ".join(f"{k}={v:.6g}" for k, v in row.items()))
-            print(text, flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
-        try:
-            self.metrics.write(json.dumps(row) + "\n")
-        except OSError as error:
-            refuse(f"{self.folder} cannot be written at step {global_step}: {error}", code=1)
-        if self.args.track:
-            self.wandb.log(row, step=global_step)
-
-    def tick(self, global_step: int, steps: int = 1) -> None:
-        self.bar.update(steps)
-        if self.signal:  # SIGTERM or Ctrl-C
-            how = f"python {SCRIPT} --resume --runs-dir {self.args.runs_dir} --run-name {self.args.run_name}"
-            refuse(f"stopped at step {global_step}, saved at {self.progress[0]}: go on with {how}", 128 + self.signal)
-
-    def checkpoint(self, *progress: Any, final: bool = False) -> None:
-        if final or progress[0] - self.progress[0] >= self.args.checkpoint_every:
-            state = {name: part.state_dict() for name, part in self.parts.items()}
-            state |= {"script": SCRIPT, "env_id": self.args.env_id, "progress": progress, "size": self.metrics.tell()}
-            state |= {"numpy_rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state()}
-            state |= {"cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
-            self.replace("checkpoint.pt", lambda file: torch.save(state, file))
-            self.progress = progress
-        if final:
-            self.bar.close()
-            self.save_config("finished")
-            print(f"finished: {progress[0]} steps, {progress[1]} episodes in {self.folder}", flush=True)
+            size = int(state["metrics_size"])
+        except Exception as error:
+            raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
+        if self.metrics.tell() < size:
+            raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
+        self.metrics.truncate(size)  # what came after the checkpoint will come again
 
     def save_config(self, status: str) -> None:
-        commit = os.popen(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD 2>/dev/null").read().strip()
-        versions = {"versions": {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, np, tyro)}}
-        config = {"script": SCRIPT, "status": status, "args": asdict(self.args), "git_commit": commit}
-        self.replace("config.json", lambda file: file.write(json.dumps(config | versions, indent=2).encode()))
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+        has_git = shutil.which("git") is not None
+        config = {
+            "script": SCRIPT,
+            "status": status,
+            "args": asdict(self.args),
+            "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if has_git else "",
+            "wandb_id": self.wandb_id,
+            "versions": {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, np, tyro)},
+        }
+        with replacing(self.folder / "config.json") as file:
+            file.write(json.dumps(config, indent=2).encode())
 
-    def replace(self, name: str, write: Callable) -> None:
-        """Write a file anew: should the process die, the old one or the new one is there, whole."""
-        try:
-            with open(self.folder / f"{name}.tmp", "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(file.name, self.folder / name)
-        except (OSError, RuntimeError) as error:
-            refuse(f"{self.folder / name} cannot be written: {error}", code=1)
+
+# ---------------------------------------------------------------------------- the command line
+def evaluate_checkpoint(args: Args) -> None:
+    """Prints the returns of the agent in a checkpoint."""
+    folder = Path(args.evaluate)
+    with Run(args) as run:
+        agent = Agent(run.env.observation_space, run.env.action_space, args)
+        load_networks(agent, folder)
+        if args.capture_video:
+            videos = folder / "videos" / f"evaluate-{int(time.time())}"
+            run.eval_env = gym.wrappers.RecordVideo(
+                run.eval_env, str(videos), record_every_episode, disable_logger=True
+            )
+            run.stack.callback(run.eval_env.close)
+        returns = [run.evaluate(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
+    print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
+
+
+def main() -> None:
+    try:
+        args = parse_command_line()
+        if args.evaluate:
+            evaluate_checkpoint(args)
+        else:
+            train(args)
+    except RunError as error:
+        print(f"{SCRIPT}: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    mask_prob = args.mask_prob if args.num_nets > 1 else 1.0  # a single network has no mask and no prior
-    env_seed = args.seed if args.env_seed is None else args.env_seed
-    episode_seed = lambda *numbers: int(np.random.SeedSequence((env_seed, *numbers)).generate_state(1)[0])
-    rng = np.random.default_rng(args.seed)
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.num_threads)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.use_deterministic_algorithms(args.torch_deterministic and device.type == "cuda", warn_only=True)
-    env, video = make_discrete_env(args.env_id), {"render_mode": "rgb_array"} if args.capture_video else {}
-    eval_env = make_discrete_env(args.eval_env_id or args.env_id, **video)
-    network = VarEnsembleQNetwork(env.observation_space.shape[0], int(env.action_space.n), args).to(device)
-    target_network = copy.deepcopy(network).requires_grad_(False)
-    if args.compile:
-        inverse_variance = torch.compiler.disable(inverse_variance)  # it is numpy's
-    loss_function = torch.compile(ivdqn_loss) if args.compile else ivdqn_loss
-    optimizer = torch.optim.Adam(network.net.parameters(), lr=args.learning_rate, fused=True)
-    online, target = ([weight.data for weight in each.net.parameters()] for each in (network, target_network))
-    observation, scalar = np.zeros(env.observation_space.shape, np.float32), np.float32(0)
-    transition = {"observation": observation, "action": np.int64(0), "next_observation": observation}
-    transition |= {"reward": scalar, "terminated": scalar, "mask": np.zeros(args.num_nets, bool)}
-    buffer = ReplayBuffer(args.buffer_size, device, **transition)
-    parts = {"network": network, "target_network": target_network, "optimizer": optimizer, "buffer": buffer}
-
-    def evaluation_return(episode: int) -> float:
-        vote_rng = np.random.default_rng([args.seed, episode])
-        policy = lambda observation: majority_vote(member_actions(network, observation, device), vote_rng)
-        return evaluate(eval_env, policy, episode_seed(episode, 1))
-
-    run = None if args.evaluate else Run(args, parts, rng)
-    if args.capture_video:
-        eval_env = gym.wrappers.RecordVideo(eval_env, f"{args.evaluate or run.folder}/videos/{int(time.time())}")
-    if args.evaluate:
-        load_checkpoint(Path(args.evaluate), args, {"network": network})
-        returns = [evaluation_return(i) for i in range(args.eval_episodes)]
-        print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
-        sys.exit(eval_env.close())
-    global_step, episode, eval_returns = run.progress
-    solved = lambda: args.solved_at is not None and len(eval_returns) == 100 and np.mean(eval_returns) >= args.solved_at
-    while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf) and not solved():  # line 2
-        observation, _ = env.reset(seed=episode_seed(episode))  # so an episode's end is a complete state
-        require_finite(global_step, observation=observation)
-        member = rng.integers(args.num_nets)  # line 3: one member acts for the whole episode
-        epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**episode)
-        episodic_return, episodic_length, done = 0.0, 0, False
-        while not done and global_step < args.total_timesteps:
-            action = int(rng.integers(env.action_space.n))  # lines 5-6: act
-            if rng.random() >= epsilon:
-                action = int(member_actions(network, observation, device)[member])
-            next_observation, reward, terminated, truncated, _ = env.step(action)
-            global_step += 1
-            require_finite(global_step, observation=next_observation, reward=reward)
-            # Lines 7-9: store with a Bernoulli mask. A truncated episode did not terminate: its last target bootstraps.
-            mask = rng.random(args.num_nets) < mask_prob
-            buffer.add(observation, action, next_observation, reward, terminated, mask)
-            observation, done = next_observation, terminated or truncated
-            episodic_return, episodic_length = episodic_return + float(reward), episodic_length + 1
-            # From line 10: a gradient step for each network, and the soft update of its target.
-            if global_step > args.learning_starts:
-                batch = buffer.sample(round(args.batch_size / mask_prob), rng)
-                loss, metrics = loss_function(network, target_network, batch, args)
-                require_finite(global_step, loss=loss.item())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                torch._foreach_lerp_(target, online, args.tau)
-                if global_step % args.log_every == 0:
-                    run.log(global_step, {"losses/loss": loss.item()} | {k: v().item() for k, v in metrics.items()})
-            run.tick(global_step)
-        if done:
-            episode += 1
-            row = {"charts/episode": episode, "charts/episodic_return": episodic_return}
-            row |= {"charts/episodic_length": episodic_length, "charts/epsilon": epsilon}
-            if args.eval_every and episode % args.eval_every == 0:
-                eval_returns = [*eval_returns, evaluation_return(episode)][-100:]
-                row |= {"charts/eval_return": eval_returns[-1], "charts/eval_return_mean100": np.mean(eval_returns)}
-            run.log(global_step, row)
-            run.checkpoint(global_step, episode, eval_returns)
-    run.checkpoint(global_step, episode, eval_returns, final=True)
-    eval_env.close()
+    main()

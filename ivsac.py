@@ -1,67 +1,59 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "gymnasium[box2d,classic-control,mujoco]==1.4.0", "mujoco==3.17.0", "numpy==2.4.6",
+#   "tyro==1.0.16", "tqdm==4.70.1", "wandb==0.31.0", "moviepy==2.2.1"]
+# ///
 """IV-SAC: soft actor-critic that weighs its samples by inverse variance (paper Sec. 3, Algorithms 3 and 4).
 
 Each of N members is a policy with twin critics that predict the mean and the variance of Q. The ensemble, as a mixture
 of Gaussians, tells how uncertain the target is at (s', a') and the critic at (s, a); Batch Inverse-Variance (BIV)
-weights let uncertain samples count less in both losses; loss attenuation absorbs the other noise of the targets.
+weights let uncertain samples count less in both losses. Loss attenuation absorbs the other noise of the targets.
 
-    python ivsac.py --env-id Walker2d-v4 --seed 3
+    python ivsac.py --env-id Walker2d-v5 --seed 3
 """
 
-import copy
-import fcntl
 import json
 import math
 import os
 import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, NoReturn
+from types import SimpleNamespace, TracebackType
+from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 
 @dataclass
-class Args:
-    # Free to change when a run is resumed:
-    exp_name: str = Path(__file__).stem  # name of the experiment
-    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
-    runs_dir: str = "runs"  # folder of all runs
-    track: bool = False  # log to Weights & Biases as well
-    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
-    wandb_entity: str | None = None  # entity (team) at Weights & Biases
-    capture_video: bool = False  # record evaluation episodes into the run's folder
-    cuda: bool = True  # use a GPU if there is one
-    num_threads: int = torch.get_num_threads()  # CPU threads of torch
+class IVSACArgs:
+    """The algorithm, in the paper's symbols."""
+
+    env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions
     total_timesteps: int = 200_000  # environment steps after which the run ends
     total_episodes: int | None = None  # training episodes after which the run ends, if it has not before
-    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
-    resume: bool = False  # continue the run --run-name from its last checkpoint
-    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
-    eval_episodes: int = 10  # number of episodes of --evaluate
-    # Fixed once a run has started:
-    seed: int = 1  # seed of networks, exploration and minibatches
-    env_seed: int | None = None  # seed of the environment (default: --seed)
-    torch_deterministic: bool = True  # let torch use deterministic algorithms only
-    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of float32 products: see torch's documentation
-    env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions, flat observations
-    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     eval_every: int = 1000  # environment steps between two evaluation episodes (0: never)
-    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics
+    num_nets: int = 5  # N: members of the ensemble (1: without mask)
+    hidden_size: int = 256  # width of the two hidden layers
     buffer_size: int = 1_000_000  # capacity of the replay buffer B
     learning_starts: int = 1000  # environment steps, with random actions, before the first update
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
-    batch_size: int = 256  # K: minibatch size, as many as survive the mask on average
+    batch_size: int = 1024  # K: minibatch size, as many as survive the mask on average
     policy_lr: float = 3e-4  # actor lr: learning rate of the policies
     q_lr: float = 3e-4  # critic lr: learning rate of the critics
     alpha_lr: float = 3e-4  # learning rate of the temperatures
@@ -69,195 +61,212 @@ class Args:
     alpha: float = 0.2  # alpha: the temperature, if it is not tuned
     gamma: float = 0.99  # gamma: discount rate
     tau: float = 0.005  # tau: rate of the soft target update
-    hidden_size: int = 256  # width of the two hidden layers
-    num_nets: int = 5  # N: members of the ensemble (1: without mask)
     mask_prob: float = 0.9  # p_m: probability that a member learns from a transition
     ucb: float = 10.0  # Lambda_UCB: weight of the critics' spread in acting (0: one member acts for each episode)
     variance_heads: bool = True  # sigma^2: networks predict variances (no: sampled ensemble, no L_LA)
-    terminal_variance: bool = False  # count gamma^2 sigma^2 for terminal targets as well (no: they have variance 0)
+    terminal_variance: bool = True  # terminal targets have a variance like any other (no: they have variance 0)
     weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the samples in both losses
     mebs_ratio: float = 0.8  # MEBS/K: minimal effective batch size, as a share of the unmasked minibatch
     xi: float | None = None  # xi: constant xi in place of a minimal effective batch size
-    xi_solver: Literal["newton", "nelder-mead"] = "newton"  # xi: how it is found (nelder-mead: the paper's, slow)
     loss_attenuation_weight: float = 2.5  # lambda: weight of loss attenuation L_LA
     sunrise_temperature: float = 20.0  # T: temperature of the SUNRISE weights
     uwac_beta: float = 0.8  # beta: scale of the UWAC weights
+    cuda: bool = True  # use a GPU if there is one
+    num_threads: int = torch.get_num_threads()  # CPU threads of torch
 
 
-# What must hold, or the run is refused before anything is written.
-RULES = """
-num_threads >= 1; total_timesteps >= 1; total_episodes is None or total_episodes >= 1; checkpoint_every >= 1
-eval_episodes >= 1; eval_every >= 0; log_every >= 1; learning_starts >= 0; batch_size >= 1; hidden_size >= 1
-seed >= 0; env_seed is None or env_seed >= 0; rollout_length >= 1; rollout_length * updates_per_step >= 1
-policy_lr > 0; q_lr > 0; alpha_lr > 0; alpha > 0; 0 <= gamma <= 1; 0 < tau <= 1
-num_nets >= 1; 0 < mask_prob <= 1; ucb >= 0; batch_size / mask_prob <= buffer_size
-0 < mebs_ratio <= 1; xi is None or 0 <= xi < 1e30; loss_attenuation_weight >= 0; sunrise_temperature >= 0; uwac_beta > 0
-"""
-SCRIPT = Path(__file__).name
+@dataclass
+class RunArgs:
+    """Seeds, files and what is logged."""
+
+    seed: int = 1  # seed of networks, exploration and minibatches
+    env_seed: int | None = None  # seed of the environment (default: --seed)
+    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
+    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
+    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
+    torch_deterministic: bool = True  # let torch use deterministic algorithms only
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
+    runs_dir: str = "runs"  # folder of all runs
+    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
+    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
+    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
+    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
+    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
+    eval_episodes: int = 10  # number of episodes of --evaluate
+    capture_video: bool = False  # record evaluation episodes into the run's folder
+    track: bool = False  # log to Weights & Biases as well
+    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # entity (team) at Weights & Biases
 
 
-def refuse(sentence: str, code: int = 2) -> NoReturn:
-    print(f"{SCRIPT}: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
-    sys.exit(code)
+@dataclass
+class Args(RunArgs, IVSACArgs):
+    """All arguments."""
 
-
-def parse_args() -> Args:
-    """The command line, checked. What --resume and --evaluate are not told comes from the run's own config.json."""
-    args = tyro.cli(Args)
-    name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    args.run_name = re.sub(r"[^\w.=+-]|^\.+", "_", name)  # no separators, no leading dots: it stays in runs_dir
-    if args.resume or args.evaluate:
-        folder = Path(args.evaluate or Path(args.runs_dir, args.run_name))
-        try:
-            config = json.loads((folder / "config.json").read_text())
-            saved = config["args"] | {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": args.resume}
-            args = tyro.cli(Args, default=Args(**saved))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            refuse(f"{folder} holds no run of {SCRIPT}: {error}")
-        for name in list(saved)[list(saved).index("seed") :] if args.resume else ():
-            if getattr(args, name) != saved[name]:
-                refuse(f"{folder} has {name} {saved[name]}, and cannot be resumed with {getattr(args, name)}")
-    for rule in re.split(r"[;\n] *", RULES.strip()):
-        if not eval(rule, {}, vars(args)):
-            given = [f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if re.search(rf"\b{k}\b", rule)]
-            refuse(f"{' '.join(given)} was given, but {rule} must hold")
-    return args
+    def __post_init__(self) -> None:
+        if self.num_nets == 1:  # App. A.5: a single member has no mask
+            self.mask_prob = 1.0
 
 
 # ---------------------------------------------------------------------------- networks
-class EnsembleMLP(nn.Module):
-    """N independent MLPs with two hidden ReLU layers along a leading ensemble axis; features come before samples."""
+def mlp(num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
+    """A network with two hidden ReLU layers."""
+    return nn.Sequential(
+        nn.Linear(num_inputs, hidden_size),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden_size, hidden_size),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden_size, num_outputs),
+    )
 
-    def __init__(self, num_nets: int, inputs: int, hidden: int, outputs: int):
+
+class EnsemblePolicy(nn.Module):
+    """N policies, each the tanh of a Gaussian."""
+
+    def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
-        for layer, (fan_in, fan_out) in enumerate(((inputs, hidden), (hidden, hidden), (hidden, outputs)), start=1):
-            for name, columns in ((f"weight{layer}", fan_in), (f"bias{layer}", 1)):
-                value = torch.empty(num_nets, fan_out, columns).uniform_(-(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear
-                self.register_parameter(name, nn.Parameter(value))
+        self.nets = nn.ModuleList(mlp(num_inputs, args.hidden_size, 2 * num_actions) for _ in range(args.num_nets))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, inputs) -> (N, K, outputs)
-        x = x.expand(len(self.weight1), *x.shape[-2:]).mT  # thin last layers multiply faster so
-        x = torch.baddbmm(self.bias1, self.weight1, x).relu_()
-        x = torch.baddbmm(self.bias2, self.weight2, x).relu_()
-        return torch.baddbmm(self.bias3, self.weight3, x).mT
+    def mean_and_log_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the Gaussian: (K, inputs) -> two of (N, K, A)."""
+        mean, log_std = torch.stack([net(observation) for net in self.nets]).chunk(2, -1)
+        return mean, log_std.clamp(-20, 2)
+
+    def sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """An action of each policy (N, K, A), and its log-probability (N, K)."""
+        return tanh_gaussian(*self.mean_and_log_std(observation))
+
+    def mode(self, observation: Tensor) -> Tensor:
+        """The deterministic action of each policy: (N, K, A)."""
+        return self.mean_and_log_std(observation)[0].tanh()
 
 
-def tanh_gaussian(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sample of a tanh-Gaussian policy and its log-probability."""
-    mean, log_std = output.chunk(2, -1)
-    log_std = log_std.clamp(-20, 2)
+def tanh_gaussian(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+    """The tanh of a Gaussian sample, and its log-probability."""
     noise = torch.randn_like(mean)
     raw = mean + log_std.exp() * noise
     log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-    log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2)
+    log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2), stable
     return raw.tanh(), (log_normal - log_slope).sum(-1)
 
 
 class VarEnsembleCritic(nn.Module):
-    """N pairs of variance networks (App. A.4): all first twins, then all second ones."""
+    """N pairs of variance networks (App. A.4): the first twin of each member, then the second."""
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
-        sizes = (num_inputs + num_actions, args.hidden_size, 1 + args.variance_heads)
-        self.nets = nn.ModuleList(nn.ModuleList(EnsembleMLP(1, *sizes) for _ in range(args.num_nets)) for _ in range(2))
+        sizes = (num_inputs + num_actions, args.hidden_size, 2 if args.variance_heads else 1)
+        self.variance_heads = args.variance_heads
+        self.twins = nn.ModuleList(nn.ModuleList(mlp(*sizes) for _ in range(args.num_nets)) for _ in range(2))
 
-    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        return self.heads(observation, action)[0]
+    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+        """The mean of Q, of each member at its own action (N, K, A) or of all at one (K, A): (N, 2, K)."""
+        return self.mean_and_log_variance(observation, action)[0]
 
-    def heads(self, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All critics at one action (K, A), or each member's pair at its own action (N, K, A)."""
-        x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1).expand(len(self.nets[0]), -1, -1)
-        return tuple(torch.stack(head, 1) for head in zip(*(self.twin(t, x) for t in (0, 1)), strict=True))  # (N, 2, K)
+    def mean_and_log_variance(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and ln sigma^2 of Q, likewise."""
+        x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
+        x = x.expand(len(self.twins[0]), -1, -1)  # (N, K, inputs)
+        first = self.twin(0, x)
+        second = self.twin(1, x)
+        return torch.stack((first[0], second[0]), 1), torch.stack((first[1], second[1]), 1)
 
-    def twin(self, twin: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, *heads = torch.cat([net(each) for net, each in zip(self.nets[twin], x, strict=True)]).unbind(-1)  # (N, K)
-        log_variance = heads[0].clamp(-60, 60) if heads else torch.full_like(mean, -math.inf)  # exp() stays finite
+    def twin(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and ln sigma^2 by one twin of each member: (N, K, inputs) -> two of (N, K)."""
+        output = torch.stack([net(own) for net, own in zip(self.twins[number], x, strict=True)])
+        if self.variance_heads:
+            mean, log_variance = output.unbind(-1)
+            log_variance = log_variance.clamp(-60, 60)  # so that its exponential is finite
+        else:  # a sampled ensemble: its members have no variance of their own
+            mean = output.squeeze(-1)
+            log_variance = torch.full_like(mean, -math.inf)
         return mean, log_variance
+
+
+class Temperature(nn.Module):
+    """SAC's temperature alpha, one for each member."""
+
+    def __init__(self, num_nets: int, args: Args):
+        super().__init__()
+        start = 0.0 if args.autotune else math.log(args.alpha)
+        self.log_alpha = nn.Parameter(torch.full((num_nets, 1), start))
 
 
 # ---------------------------------------------------------------------------- replay buffer
 class ReplayBuffer:
-    """A ring of transitions, one preallocated array per field, sampled uniformly with replacement."""
+    """A ring of transitions, with one array for each field, sampled uniformly with replacement."""
 
-    def __init__(self, capacity: int, device: torch.device, **example: Any):
-        self.data = {name: np.zeros((capacity, *np.shape(x)), np.asarray(x).dtype) for name, x in example.items()}
-        self.capacity, self.device, self.size, self.next = capacity, device, 0, 0
+    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray):
+        """The example is a transition whose values do not matter, only their names, shapes and types."""
+        self.arrays = {name: np.zeros((capacity, *value.shape), value.dtype) for name, value in example.items()}
+        self.capacity = capacity
+        self.device = device
+        self.size = 0
+        self.position = 0
 
-    def add(self, *transition: Any) -> None:
-        for array, value in zip(self.data.values(), transition, strict=True):
-            array[self.next] = value
-        self.next, self.size = (self.next + 1) % self.capacity, min(self.size + 1, self.capacity)
+    def add(self, **transition: Any) -> None:
+        for name, value in transition.items():
+            self.arrays[name][self.position] = value
+        self.position = (self.position + 1) % self.capacity
+        self.size = min(self.size + 1, self.capacity)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> SimpleNamespace:
         index = rng.integers(self.size, size=batch_size)
-        return SimpleNamespace(**{k: torch.from_numpy(v.take(index, 0)).to(self.device) for k, v in self.data.items()})
+        batch = SimpleNamespace()
+        for name, array in self.arrays.items():
+            setattr(batch, name, torch.from_numpy(array.take(index, axis=0)).to(self.device))
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: torch.as_tensor(v[: self.size]) for k, v in self.data.items()} | dict(size=self.size, next=self.next)
+        filled = {name: torch.from_numpy(array[: self.size]) for name, array in self.arrays.items()}
+        return {"arrays": filled, "size": self.size, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size, self.next = state["size"], state["next"]
-        for name, array in self.data.items():
-            array[: self.size] = state[name].numpy()
+        self.size = state["size"]
+        self.position = state["position"]
+        for name, array in self.arrays.items():
+            array[: self.size] = state["arrays"][name].numpy()
 
 
 # ---------------------------------------------------------------------------- uncertainty
-def mixture_variance(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+def mixture_variance(mean: Tensor, variance: Tensor) -> Tensor:
     """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
     return (variance + (mean - mean.mean(0)) ** 2).mean(0)
 
 
-def effective_batch_size(weight: torch.Tensor) -> torch.Tensor:
-    """EBS of each member's weights (Eq. 2)."""
+def effective_batch_size(weight: Tensor) -> Tensor:
+    """EBS of each member's weights (Eq. 2): (N, K) -> (N,)."""
     return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
-def newton_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
-    """The smallest xi >= 0 with EBS >= MEBS, for all members at once (Eq. 2): (N, K) -> (N, 1).
+def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
+    """The smallest xi >= 0 with EBS >= MEBS over each member's unmasked samples (Eq. 2): (N, K) -> (N, 1).
 
-    Newton's method on the weights' mean over their deviation, (n / EBS - 1)^-1/2: concave in xi, and almost a line.
+    With n weights, EBS >= MEBS says that their mean is at least `goal` times their standard deviation. This ratio
+    is concave in xi, and almost a line, so that Newton's method finds xi in a few steps.
     """
-    zero, tolerance = 1e-60, 1e-6  # `zero` stands for xi = 0 and keeps every weight finite
-    noise, xi = np.sort(np.where(mask, variance, np.inf)), np.full(len(mask), zero)  # a masked sample gets no weight
-    count = np.maximum(mask.sum(-1), 1)
-    mebs = np.minimum(mebs_ratio * count, count - 1)
-    unsettled = list(zip(range(len(mask)), count.tolist(), np.sqrt(mebs / (count - mebs)).tolist(), strict=True))
-    for attempt in range(200):
-        weight = 1 / (noise + xi[:, None])
+    n = np.maximum(mask.sum(-1, keepdims=True), 1)
+    mebs = np.minimum(mebs_ratio * n, n - 1)
+    goal = np.sqrt(mebs / (n - mebs)) * (1 + 1e-6)  # a little more, so that rounding cannot leave EBS below MEBS
+    weight = mask / np.maximum(variance, 1e-60)
+    needed = weight.sum(-1, keepdims=True) ** 2 < mebs * (weight**2).sum(-1, keepdims=True)
+    xi = np.maximum((mask * variance).sum(-1, keepdims=True) / n, 1e-60)  # a first guess
+    for _ in range(100):
+        weight = mask / (variance + xi)
         square = weight * weight
-        sums = [x.sum(-1).tolist() for x in (weight, square, square * weight)]
-        members, unsettled = unsettled, []
-        for j, n, goal in members:
-            total, squares, cubes = (x[j] for x in sums)
-            deviation, slope = math.sqrt(max(n * squares - total**2, 0)), n * (total * cubes - squares**2)
-            excess = total - goal * deviation
-            if excess >= 0 and (attempt == 0 or excess <= tolerance * total):  # EBS >= MEBS, and no more than it
-                continue
-            unsettled.append((j, n, goal))
-            step = deviation**2 * (tolerance / 2 * total - excess) / slope if slope > 0 else -xi[j]
-            xi[j] = max(xi[j] + step, xi[j] / 8) if attempt else 0.3 * noise[j, int(mebs[j])]  # at first, a guess
-        if not unsettled:
+        s1 = weight.sum(-1, keepdims=True)
+        s2 = square.sum(-1, keepdims=True)
+        s3 = (square * weight).sum(-1, keepdims=True)
+        deviation = np.sqrt(np.maximum(n * s2 - s1**2, 0))
+        slope = np.maximum(n * (s1 * s3 - s2**2), 1e-250)
+        step = deviation**2 * (goal * deviation - s1) / slope
+        step = np.clip(step, -0.9 * xi, 9 * xi)
+        xi = xi + step
+        if (abs(step) <= 1e-7 * xi)[needed].all():
             break
-    return np.where(xi > zero, xi, 0)[:, None]
-
-
-def nelder_mead_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
-    """The same xi by the paper's method, member by member: minimise |EBS - MEBS| with Nelder-Mead (App. A.2)."""
-    import scipy.optimize  # only here: it would slow every start
-
-    def solve(noise: np.ndarray) -> float:
-        mebs, scale = min(mebs_ratio * len(noise), len(noise) - 1), noise.max(initial=0) + 1e-90
-        gap = lambda log_xi: mebs - effective_batch_size(1 / (noise / scale + np.exp(log_xi)))
-        if mebs <= 0 or gap(-200) <= 0:  # EBS >= MEBS without xi
-            return 0.0
-        return scale * np.exp(scipy.optimize.minimize(lambda x: abs(gap(x)), 0, method="Nelder-Mead", tol=1e-9).x[0])
-
-    return np.array([[solve(noise[unmasked])] for noise, unmasked in zip(variance, mask, strict=True)])
-
-
-def uniform_weights(mask: torch.Tensor) -> torch.Tensor:
-    """The weights of a mean over each member's unmasked samples."""
-    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+    return np.where(needed, xi, 0)
 
 
 def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.ndarray:
@@ -266,316 +275,858 @@ def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.nd
     return weight / np.maximum(weight.sum(-1, keepdims=True), 1e-60)
 
 
-def inverse_variance(variance: torch.Tensor, mask: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+def inverse_variance(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
     """BIV weights by a constant xi or each member's smallest with EBS >= MEBS (Alg. 2, lines 23-24), and that xi."""
-    noise, unmasked, xi = variance.double().cpu().numpy(), mask.cpu().numpy(), np.full((len(variance), 1), args.xi)
+    noise = variance.double().cpu().numpy()
+    unmasked = mask.cpu().numpy()
+    require_finite("a variance", noise)
     if args.xi is None:
-        solve = {"newton": newton_xi, "nelder-mead": nelder_mead_xi}[args.xi_solver]
-        xi = solve(noise, unmasked, args.mebs_ratio)
-    return torch.from_numpy(biv_weights(noise, unmasked, xi)).to(variance), torch.from_numpy(xi)
+        xi = smallest_xi(noise, unmasked, args.mebs_ratio)
+    else:
+        xi = np.full((len(noise), 1), args.xi)
+    weight = biv_weights(noise, unmasked, xi)
+    return torch.from_numpy(weight).to(variance), torch.from_numpy(xi)
 
 
-def predictive_variance(critic: nn.Module, observation: torch.Tensor, action: torch.Tensor, lower: torch.Tensor):
-    """Mixture variance of all members at each one's action, of the twins that are the lower there (Alg. 4): (N, K)."""
-    x, variance = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1), torch.empty_like(action[..., 0])
-    for twin in (0, 1):
-        mean, log_variance = critic.twin(twin, x[lower == twin].expand(len(action), -1, -1))  # (N, samples)
-        variance[lower == twin] = mixture_variance(mean, log_variance.exp())
-    return variance
+def uniform_weights(mask: Tensor) -> Tensor:
+    """The weights of a mean over each member's unmasked samples."""
+    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
-def sample_weights(name: str, variance: torch.Tensor, mask: torch.Tensor, args: Args) -> tuple[torch.Tensor, dict]:
-    """The weights of each member's unmasked samples (Alg. 3, lines 21-25; App. F): (N, K)."""
-    xi, weight = torch.zeros(()), uniform_weights(mask)
+def sample_weights(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+    """The weights of each member's unmasked samples, (N, K), and xi. BIV is the paper's; the others are App. F's."""
+    xi = torch.zeros(())
     if args.weighting == "biv":
         weight, xi = inverse_variance(variance, mask, args)
     elif args.weighting == "sunrise":
-        weight = weight * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
+        weight = uniform_weights(mask) * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
     elif args.weighting == "uwac":
-        weight = weight * (args.uwac_beta / variance).clamp_max(1.5)
-    metrics = {"variance_mean": variance.mean, "variance_median": variance.median, "weight_max": weight.max}
-    metrics |= {"xi": xi.mean, "effective_batch_size": lambda: effective_batch_size(weight).nanmean()}
-    return weight, {f"uncertainty/{name}_{key}": value for key, value in metrics.items()}
+        weight = uniform_weights(mask) * (args.uwac_beta / variance).clamp_max(1.5)
+    else:
+        weight = uniform_weights(mask)
+    return weight, xi
+
+
+def predictive_variance(critic: nn.Module, observation: Tensor, action: Tensor, lower: Tensor) -> Tensor:
+    """Variance of the mixture of all members at each one's action (Alg. 4), of the twins that are the lower there.
+
+    Evaluating only those twins, and not both, saves a fifth of the update's arithmetic.
+    """
+    x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)  # (N, K, inputs)
+    variance = torch.empty_like(action[..., 0])  # (N, K)
+    for number in (0, 1):
+        is_lower = lower == number
+        mean, log_variance = critic.twin(number, x[is_lower].expand(len(x), -1, -1))  # each (N, samples)
+        variance[is_lower] = mixture_variance(mean, log_variance.exp())
+    return variance
 
 
 # ---------------------------------------------------------------------------- losses
-def loss_attenuation(error: torch.Tensor, log_variance: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """L_LA: Gaussian negative log-likelihood of the squared errors, by uniform weights (Eq. 3)."""
-    return (weight * (error * torch.exp(-log_variance) + log_variance)).sum()
+def loss_attenuation(squared_error: Tensor, log_variance: Tensor, mask: Tensor) -> Tensor:
+    """L_LA: Gaussian negative log-likelihood, averaged over each member's unmasked samples (Eq. 3)."""
+    negative_log_likelihood = squared_error * torch.exp(-log_variance) + log_variance
+    return (uniform_weights(mask) * negative_log_likelihood).sum()
 
 
-def minimize(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+def ivsac_targets(agent: "IVSAC", batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+    """Each member's targets, and the variance of the prediction in them: two of (N, K)."""
+    # Lines 15 and 17: each member's own a', and the target with the lower twin and the entropy.
+    next_action, next_log_prob = agent.actor.sample(batch.next_observation)
+    next_mean, lower = agent.target_critic(batch.next_observation, next_action).min(1)
+    target = batch.reward + args.gamma * (1 - batch.terminated) * (next_mean - alpha * next_log_prob)
+    # Line 19.
+    next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action, lower)
+    return target, next_variance
+
+
+def ivsac_actor_loss(agent: "IVSAC", batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, dict]:
+    """L_actor, summed over the members (Alg. 3, lines 18 and 21-23; Eq. 15)."""
+    mask = batch.mask.T  # (N, K)
+    action, log_prob = agent.actor.sample(batch.observation)
+    mean, lower = agent.critic(batch.observation, action).min(1)  # (N, K)
+    with torch.no_grad():
+        variance = predictive_variance(agent.critic, batch.observation, action, lower)  # line 18
+        weight, xi = sample_weights(variance, mask, args)  # line 22
+    loss = (weight * (alpha * log_prob - mean)).sum()  # line 23
+    return loss, {"log_prob": log_prob.detach(), "variance": variance, "weight": weight, "xi": xi}
+
+
+def ivsac_critic_loss(
+    agent: "IVSAC", batch: SimpleNamespace, target: Tensor, next_variance: Tensor, args: Args
+) -> tuple[Tensor, dict]:
+    """L_IVRL of both twins, summed over the members (Alg. 3, lines 16 and 24-25; Eq. 10)."""
+    mask = batch.mask.T  # (N, K)
+    # Line 24: the weights, by the variance of the target (Eq. 9).
+    variance = next_variance
+    if args.weighting == "biv":
+        variance = args.gamma**2 * next_variance
+        if not args.terminal_variance:
+            variance = variance * (1 - batch.terminated)
+    weight, xi = sample_weights(variance, mask, args)  # (N, K), (N, 1)
+    # Lines 16 and 25.
+    mean, log_variance = agent.critic.mean_and_log_variance(batch.observation, batch.action)  # each (N, 2, K)
+    squared_error = (mean - target.unsqueeze(1)) ** 2
+    biv = (weight.unsqueeze(1) * squared_error).sum()  # Eq. 1
+    loss = biv
+    attenuation = torch.zeros(())
+    if args.variance_heads:
+        attenuation = loss_attenuation(squared_error, log_variance, mask.unsqueeze(1))  # Eq. 3
+        loss = biv + args.loss_attenuation_weight * attenuation  # Eq. 10
+    tensors = {"mean": mean, "log_variance": log_variance, "biv": biv, "attenuation": attenuation}
+    return loss, tensors | {"variance": variance, "weight": weight, "xi": xi}
+
+
+def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, num_actions: int) -> Tensor:
+    """Raises alpha where a policy's entropy is below the target entropy -|A|, and lowers it where it is above."""
+    surplus = log_prob - num_actions  # target entropy - entropy
+    return -(temperature.log_alpha * uniform_weights(mask) * surplus).sum()
+
+
+def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 
-def ivsac_update(agent: SimpleNamespace, batch: SimpleNamespace, args: Args) -> dict[str, Callable]:
+def ivsac_update(agent: "IVSAC", batch: SimpleNamespace, args: Args) -> tuple[dict[str, Tensor], dict, dict]:
     """A gradient step for every member; they share no parameters (Alg. 3, lines 13-27)."""
-    mask, alpha = batch.mask.T, agent.temperature["log_alpha"].detach().exp()  # (N, K), (N, 1)
+    alpha = agent.temperature.log_alpha.detach().exp()  # (N, 1)
     with torch.no_grad():
-        # Lines 15 and 17: each member's own a', and its target.
-        next_action, log_prob = tanh_gaussian(agent.actor(batch.next_observation))
-        # Line 19: the predictive variance at (s', a').
-        target_mean, lower = agent.target_critic(batch.next_observation, next_action).min(1)  # (N, K)
-        next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action, lower)
-        target = batch.reward + args.gamma * (1 - batch.terminated) * (target_mean - alpha * log_prob)
-        # Sec. 3.1.2: a terminal target contains no prediction, so it carries no prediction noise.
-        target_variance = args.gamma**2 * (1 - batch.terminated * (not args.terminal_variance)) * next_variance
-        variance = target_variance if args.weighting == "biv" else next_variance
-        weight, critic_metrics = sample_weights("critic", variance, mask, args)
-    # Lines 18 and 21-23: L_actor (Eq. 15), with the critics held fixed.
-    agent.critic.requires_grad_(False)
-    action, log_prob = tanh_gaussian(agent.actor(batch.observation))
-    mean, lower = agent.critic(batch.observation, action).min(1)  # (N, K)
-    with torch.no_grad():
-        variance = predictive_variance(agent.critic, batch.observation, action, lower)
-        actor_weight, actor_metrics = sample_weights("actor", variance, mask, args)
-    actor_loss = (actor_weight * (alpha * log_prob - mean)).sum()
+        target, next_variance = ivsac_targets(agent, batch, alpha, args)
+    agent.critic.requires_grad_(False)  # the actors' step needs no gradient of them
+    actor_loss, actor_tensors = ivsac_actor_loss(agent, batch, alpha, args)
     minimize(agent.actor_optimizer, actor_loss)
     agent.critic.requires_grad_(True)
-    # The temperatures, towards an entropy of -|A|.
-    surplus = uniform_weights(mask) * (log_prob.detach() - action.shape[-1])
-    alpha_loss = -(agent.temperature["log_alpha"] * surplus).sum()
+    num_actions = batch.action.shape[-1]
+    alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], batch.mask.T, num_actions)
     if args.autotune:
         minimize(agent.alpha_optimizer, alpha_loss)
-    # Lines 16 and 24-25: L_IVRL (Eq. 10) of both twins.
-    mean, log_variance = agent.critic.heads(batch.observation, batch.action)  # (N, 2, K)
-    error = (mean - target.unsqueeze(1)) ** 2
-    biv, uniform = (weight.unsqueeze(1) * error).sum(), uniform_weights(mask).unsqueeze(1)
-    attenuation = loss_attenuation(error, log_variance, uniform) if args.variance_heads else torch.zeros(())
-    critic_loss = biv + args.loss_attenuation_weight * attenuation
+    critic_loss, critic_tensors = ivsac_critic_loss(agent, batch, target, next_variance, args)
     minimize(agent.critic_optimizer, critic_loss)
-    # Line 26: the soft update of the targets.
-    with torch.no_grad():
-        torch._foreach_lerp_(list(agent.target_critic.parameters()), list(agent.critic.parameters()), args.tau)
-    metrics = {"losses/critic": critic_loss.mean, "losses/actor": actor_loss.mean, "losses/q_values": mean.mean}
-    metrics |= {"losses/alpha": alpha.mean, "losses/alpha_loss": alpha_loss.mean}
-    metrics |= {"losses/critic_biv": biv.mean, "losses/critic_attenuation": attenuation.mean}
-    metrics |= {"uncertainty/predicted_variance_mean": lambda: log_variance.exp().mean()}
-    return metrics | critic_metrics | actor_metrics
+    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
+    losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
+    return losses, critic_tensors, actor_tensors
+
+
+def ivsac_metrics(losses: dict[str, Tensor], critic: dict[str, Tensor], actor: dict[str, Tensor]) -> dict[str, float]:
+    """What is logged of an update."""
+    metrics = {f"losses/{name}": loss.item() for name, loss in losses.items()}
+    metrics["losses/q_values"] = critic["mean"].mean().item()
+    metrics["losses/critic_biv"] = critic["biv"].item()
+    metrics["losses/critic_attenuation"] = critic["attenuation"].item()
+    metrics["uncertainty/predicted_variance_mean"] = critic["log_variance"].exp().mean().item()
+    for name, tensors in (("critic", critic), ("actor", actor)):
+        metrics[f"uncertainty/{name}_variance_mean"] = tensors["variance"].mean().item()
+        metrics[f"uncertainty/{name}_variance_median"] = tensors["variance"].median().item()
+        metrics[f"uncertainty/{name}_weight_max"] = tensors["weight"].max().item()
+        metrics[f"uncertainty/{name}_effective_batch_size"] = effective_batch_size(tensors["weight"]).nanmean().item()
+        metrics[f"uncertainty/{name}_xi"] = tensors["xi"].mean().item()
+    return metrics
+
+
+@torch.no_grad()
+def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """Moves each target parameter by a share tau towards the online one."""
+    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
+        target_parameter.lerp_(parameter, tau)
 
 
 # ---------------------------------------------------------------------------- acting and evaluation
-def make_continuous_env(env_id: str, **kwargs: Any) -> gym.Env:
-    try:
-        env = gym.make(env_id, **kwargs)
-    except (gym.error.Error, ImportError) as error:
-        refuse(f"the environment {env_id} cannot be made: {error}")
-    bounded = isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded()
-    if not bounded or len(env.action_space.shape) != 1 or len(env.observation_space.shape or ()) != 1:
-        spaces = f"{env.action_space} and {env.observation_space}"
-        refuse(f"{env_id} has {spaces}, not two flat Boxes, the first bounded; dqn.py and its like take Discrete(n)")
+def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
+
+
+@torch.no_grad()
+def ucb_action(agent: "Agent", observation: np.ndarray, member: int, args: Args) -> tuple[np.ndarray, int, float]:
+    """The action of the member with the highest UCB, or of the given one if --ucb 0 (Alg. 3, lines 4-5)."""
+    x = to_batch(observation, agent.buffer.device)
+    actions = agent.actor.sample(x)[0].squeeze(1)  # (N, A)
+    std, mean = torch.std_mean(agent.critic(x, actions), (0, 1), unbiased=False)  # over all 2N critics: (N,)
+    if args.ucb > 0:
+        member = int((mean + args.ucb * std).argmax())
+    return actions[member].cpu().numpy(), member, std[member].item()
+
+
+class IVSAC:
+    """What learns and is saved: networks, optimisers, replay buffer."""
+
+    def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Box, args: Args):
+        num_inputs = observation_space.shape[0]
+        num_actions = action_space.shape[0]
+        device = choose_device(args)
+        self.actor = EnsemblePolicy(num_inputs, num_actions, args).to(device)
+        self.critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device)
+        self.target_critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device).requires_grad_(False)
+        self.target_critic.load_state_dict(self.critic.state_dict())
+        self.temperature = Temperature(args.num_nets, args).to(device)
+        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr, fused=True)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=args.q_lr, fused=True)
+        self.alpha_optimizer = torch.optim.Adam(self.temperature.parameters(), lr=args.alpha_lr, fused=True)
+        self.buffer = ReplayBuffer(
+            args.buffer_size,
+            device,
+            observation=np.zeros(num_inputs, np.float32),
+            action=np.zeros(num_actions, np.float32),
+            next_observation=np.zeros(num_inputs, np.float32),
+            reward=np.float32(0),
+            terminated=np.float32(0),
+            mask=np.zeros(args.num_nets, bool),
+        )
+
+    @torch.no_grad()
+    def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The average of the members' deterministic actions (App. A.4)."""
+        return self.actor.mode(to_batch(observation, self.buffer.device)).mean(0).squeeze(0).cpu().numpy()
+
+
+def scaled_actions(env: gym.Env) -> gym.Env:
+    """Actions between -1 and 1, whatever their bounds; refuses an environment whose actions this family cannot take."""
+    space = env.action_space
+    if not isinstance(space, gym.spaces.Box) or not space.is_bounded() or len(space.shape) != 1:
+        raise RunError(f"{env.spec.id} has actions {space}, not a flat, bounded Box: try dqn.py and its like")
     return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
 
 
-@torch.no_grad()
-def ucb_action(actor: nn.Module, critic: nn.Module, observation: np.ndarray, member: int, args: Args):
-    """The action of the member with the highest UCB, or of the given one if --ucb 0 (Alg. 3, lines 4-5)."""
-    observation = torch.as_tensor(observation, dtype=torch.float32, device=next(actor.parameters()).device).unsqueeze(0)
-    action = tanh_gaussian(actor(observation))[0].squeeze(1)  # (N, A)
-    std, mean = torch.std_mean(critic(observation, action), (0, 1), unbiased=False)  # over all 2N critics: (N,)
-    if args.ucb > 0:
-        member = int((mean + args.ucb * std).argmax())
-    return action[member].cpu().numpy(), member, std[member].item()
+# What the rest of the file calls by one name in all scripts.
+AlgorithmArgs = IVSACArgs
+Agent = IVSAC
+adapt_actions = scaled_actions
 
 
-@torch.no_grad()
-def average_action(actor: nn.Module, observation: np.ndarray) -> np.ndarray:
-    """The average of the members' deterministic actions (App. A.4)."""
-    observation = torch.as_tensor(observation, dtype=torch.float32, device=next(actor.parameters()).device).unsqueeze(0)
-    mean, _ = actor(observation).chunk(2, -1)
-    return mean.tanh().mean(0).squeeze(0).cpu().numpy()
-
-
-def evaluate(env: gym.Env, policy: Callable[[np.ndarray], Any], seed: int) -> float:
+def evaluate(agent: Agent, env: gym.Env, seed: int) -> float:
     """The return of one episode."""
+    rng = np.random.default_rng(seed)
     observation, _ = env.reset(seed=seed)
-    episodic_return, done = 0.0, False
+    episodic_return = 0.0
+    done = False
     while not done:
-        observation, reward, terminated, truncated, _ = env.step(policy(observation))
-        episodic_return, done = episodic_return + float(reward), terminated or truncated
+        observation, reward, terminated, truncated, _ = env.step(agent.evaluation_action(observation, rng))
+        episodic_return += reward
+        done = terminated or truncated
     return episodic_return
 
 
-# ---------------------------------------------------------------------------- logging and checkpoints
-def require_finite(global_step: int, **values: Any) -> None:
-    for name, value in values.items():
-        if not np.isfinite(value).all():
-            refuse(f"the {name} at step {global_step} is not finite ({value}): the run ends here", code=1)
+# ---------------------------------------------------------------------------- the loop
+def train(args: Args) -> Path:
+    """Algorithm 3, line by line; returns the folder of the run."""
+    with Run(args) as run:
+        env = run.env
+        agent = IVSAC(env.observation_space, env.action_space, args)
+        rng = np.random.default_rng(args.seed)
+        run.start(agent, rng)
+        sample_size = round(args.batch_size / args.mask_prob)  # of which about batch_size survive a member's mask
+        num_updates = max(1, round(args.rollout_length * args.updates_per_step))
+        while not run.is_over():  # line 2
+            observation, _ = env.reset(seed=run.episode_seed())
+            member = int(rng.integers(args.num_nets))  # acts for the whole episode if --ucb 0
+            episodic_return = 0.0
+            episodic_length = 0
+            done = False
+            while not done and run.global_step < args.total_timesteps:  # line 3
+                run.global_step += 1
+                # Lines 4-6: act.
+                if run.global_step <= args.learning_starts:
+                    action = rng.uniform(-1, 1, env.action_space.shape).astype(np.float32)
+                    ucb_std = 0.0
+                else:
+                    action, member, ucb_std = ucb_action(agent, observation, member, args)
+                next_observation, reward, terminated, truncated, _ = env.step(action)
+                done = terminated or truncated
+                episodic_return += reward
+                episodic_length += 1
+                # Lines 7-9: store with a Bernoulli mask. A truncated episode did not terminate: its target bootstraps.
+                agent.buffer.add(
+                    observation=observation,
+                    action=action,
+                    next_observation=next_observation,
+                    reward=reward,
+                    terminated=terminated,
+                    mask=rng.random(args.num_nets) < args.mask_prob,
+                )
+                observation = next_observation
+                # Line 11: after each rollout, as many gradient steps.
+                steps_to_learn = run.global_step % args.rollout_length
+                if run.global_step >= args.learning_starts and steps_to_learn == 0:
+                    for update in range(num_updates):
+                        batch = agent.buffer.sample(sample_size, rng)  # line 12
+                        losses, critic_tensors, actor_tensors = ivsac_update(agent, batch, args)  # lines 13-27
+                        require_finite("a loss", sum(losses.values()).item())
+                        run.show_progress(args.rollout_length * (1 - (update + 1) / num_updates))
+                    if run.global_step % args.log_every == 0:
+                        row = {"exploration/ucb_std": ucb_std, "exploration/acting_member": member}
+                        run.log(ivsac_metrics(losses, critic_tensors, actor_tensors) | row)
+                if args.eval_every and run.global_step % args.eval_every == 0:
+                    run.log(run.evaluate(agent, run.global_step))
+                run.show_progress(steps_to_learn)
+            if done:
+                run.episode += 1
+                row = {
+                    "charts/episode": run.episode,
+                    "charts/episodic_return": episodic_return,
+                    "charts/episodic_length": episodic_length,
+                }
+                run.log(row)
+                run.checkpoint_if_due()
+        return run.finish()
 
 
-def load_checkpoint(folder: Path, args: Args, parts: dict[str, Any]) -> dict[str, Any]:
+# ============================================================================
+# Nothing below is about the algorithm: arguments, environments, the run's folder, metrics, checkpoints, command line.
+# ============================================================================
+SCRIPT = Path(__file__).name
+# The arguments that may change when a run is resumed; all others belong to it for good.
+MAY_CHANGE = {
+    *("total_timesteps", "total_episodes", "solved_at", "cuda", "num_threads"),
+    *("exp_name", "run_name", "runs_dir", "checkpoint_every", "checkpoint_minutes", "resume"),
+    *("evaluate", "eval_episodes", "capture_video", "track", "wandb_project_name", "wandb_entity"),
+}
+# What the progress bar shows beside steps, speed and time left.
+SHOWN = {
+    "charts/episode": "episode",
+    "charts/episodic_return": "return",
+    "charts/eval_return": "eval",
+    "charts/eval_return_mean100": "mean100",
+}
+MAX_INPUTS = 10_000  # numbers in an observation: an MLP is not made for pictures
+# The smallest and the largest value of each number, for the arguments of all scripts.
+RANGES = {
+    "total_timesteps": (1, 10**12),
+    "total_episodes": (1, 10**12),
+    "solved_at": (-1e12, 1e12),
+    "eval_every": (0, 10**12),
+    "num_nets": (1, 1000),
+    "hidden_size": (1, 10**5),
+    "buffer_size": (1, 10**9),
+    "learning_starts": (0, 10**12),
+    "train_frequency": (1, 10**9),
+    "batch_size": (1, 10**6),
+    "learning_rate": (1e-12, 1e3),
+    "max_grad_norm": (1e-12, 1e12),
+    "gamma": (0, 1),
+    "n_step": (1, 10**4),
+    "tau": (1e-12, 1),
+    "target_network_frequency": (1, 10**9),
+    "start_epsilon": (0, 1),
+    "end_epsilon": (0, 1),
+    "epsilon_decay": (1e-12, 1),
+    "mask_prob": (1e-3, 1),
+    "prior_scale": (0, 1e6),
+    "mebs_ratio": (1e-6, 1),
+    "xi": (0, 1e30),
+    "loss_attenuation_weight": (0, 1e12),
+    "sunrise_temperature": (0, 1e12),
+    "uwac_beta": (1e-12, 1e12),
+    "num_threads": (1, 1024),
+    "seed": (0, 2**63 - 1),
+    "env_seed": (0, 2**63 - 1),
+    "log_every": (1, 10**12),
+    "checkpoint_every": (1, 10**12),
+    "checkpoint_minutes": (0, 1e6),
+    "eval_episodes": (1, 10**6),
+    "rollout_length": (1, 10**9),
+    "updates_per_step": (0, 1e6),
+    "policy_lr": (1e-12, 1e3),
+    "q_lr": (1e-12, 1e3),
+    "alpha_lr": (1e-12, 1e3),
+    "alpha": (1e-12, 1e12),
+    "ucb": (0, 1e12),
+}
+
+
+class RunError(Exception):
+    """Ends a run with one sentence and an exit code: 2 for what was asked, 1 for what went wrong."""
+
+    def __init__(self, sentence: str, code: int = 2):
+        super().__init__(" ".join(sentence.split()))
+        self.code = code
+
+
+def require_finite(name: str, value: Any) -> None:
+    if not np.isfinite(value).all():
+        raise FloatingPointError(f"{name} is not finite")
+
+
+# ---------------------------------------------------------------------------- arguments
+def is_of_type(value: Any, kind: Any) -> bool:
+    """Whether a value is what the annotation of an argument says."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if get_args(kind):  # one or the other
+        return any(is_of_type(value, each) for each in get_args(kind))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def check_args(args: Args) -> None:
+    """Refuses a value of another type and a number out of range."""
+    for name, kind in get_type_hints(Args).items():
+        flag = "--" + name.replace("_", "-")
+        value = getattr(args, name)
+        if not is_of_type(value, kind):
+            raise RunError(f"{flag} must be {getattr(kind, '__name__', kind)}, not {value!r}")
+        if name in RANGES and value is not None:
+            low, high = RANGES[name]
+            if not low <= value <= high:
+                raise RunError(f"{flag} must be between {low:g} and {high:g}, not {value}")
+
+
+def read_env_kwargs(args: Args) -> dict[str, Any]:
+    """Arguments of the environment from JSON objects and key=value, where a value that is no JSON is a string."""
+    kwargs = {}
+    for word in args.env_kwargs:
+        key, equals, value = word.partition("=")
+        try:
+            if word.startswith("{"):
+                kwargs |= json.loads(word)
+            elif equals:
+                kwargs[key] = json.loads(value)
+            else:
+                raise RunError(f"--env-kwargs takes a JSON object or key=value, not {word}")
+        except ValueError:
+            if word.startswith("{"):
+                raise RunError(f"--env-kwargs {word} is no JSON object") from None
+            kwargs[key] = value
+    return kwargs
+
+
+def run_folder(args: Args) -> Path:
+    name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    return Path(
+        args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name)
+    )  # no separators, no leading dots: it stays in there
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config.json; arguments that it does not know have their defaults."""
     try:
-        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)  # runs no code of the file
-        if (state["script"], state["env_id"]) != (SCRIPT, args.env_id):
-            raise ValueError(f"it is of {state['script']} on {state['env_id']}")
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        return state
+        config = json.loads((folder / "config.json").read_text())
+        known = asdict(Args())
+        saved = {name: value for name, value in config["args"].items() if name in known}
+        saved["env_kwargs"] = tuple(saved.get("env_kwargs", ()))
+        return {"script": config["script"], "wandb_id": config.get("wandb_id"), "args": known | saved}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"{folder} holds no run: {type(error).__name__}: {error}") from None
+
+
+@dataclass
+class CommandLine:
+    """The arguments as --help groups them."""
+
+    algorithm: AlgorithmArgs
+    run: RunArgs
+
+
+def parse(defaults: dict[str, Any]) -> Args:
+    algorithm = AlgorithmArgs(**{field.name: defaults[field.name] for field in fields(AlgorithmArgs)})
+    run = RunArgs(**{field.name: defaults[field.name] for field in fields(RunArgs)})
+    default = CommandLine(algorithm, run)
+    given = tyro.cli(CommandLine, default=default, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**vars(given.algorithm), **vars(given.run))
+
+
+def parse_command_line() -> Args:
+    """The command line. What --resume and --evaluate are not told comes from the run's own config.json."""
+    args = parse(asdict(Args()))
+    if args.resume and not args.run_name:
+        raise RunError("--resume needs the --run-name of the run")
+    folder = Path(args.evaluate) if args.evaluate else run_folder(args)
+    if args.evaluate or (args.resume and (folder / "config.json").exists()):
+        here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
+        args = parse(read_config(folder)["args"] | here)
+    return args
+
+
+# ---------------------------------------------------------------------------- environments
+class CheckFinite(gym.Wrapper):
+    """Ends the run at an observation or a reward that is not finite."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        observation, info = self.env.reset(**kwargs)
+        require_finite("the observation", observation)
+        return observation, info
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        require_finite("the observation", observation)
+        require_finite("the reward", reward)
+        return observation, float(reward), terminated, truncated, info
+
+
+def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
+    """The environment, with flat observations and actions of the script's kind."""
+    try:
+        env = gym.make(env_id, **read_env_kwargs(args), **kwargs)
+        if len(env.observation_space.shape or ()) != 1:
+            num_inputs = gym.spaces.flatdim(env.observation_space)
+            if num_inputs > MAX_INPUTS:
+                raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes {MAX_INPUTS} at most")
+            env = gym.wrappers.FlattenObservation(env)
+    except (gym.error.Error, ImportError, TypeError, ValueError, NotImplementedError) as error:
+        raise RunError(f"the environment {env_id} cannot be made: {error}") from None
+    return CheckFinite(adapt_actions(env))
+
+
+def make_eval_env(args: Args) -> gym.Env:
+    """The environment of evaluations; with --capture-video, one that has been seen to render."""
+    env_id = args.eval_env_id or args.env_id
+    if not args.capture_video:
+        return make_env(env_id, args)
+    env = make_env(env_id, args, render_mode="rgb_array")
+    try:
+        import moviepy  # noqa: F401
+
+        env.reset(seed=0)
+        if env.render() is None:
+            raise ValueError("it gives no picture")
     except Exception as error:
-        refuse(f"{folder / 'checkpoint.pt'} cannot be loaded: {error}")
+        raise RunError(f"--capture-video: {env_id} cannot be rendered here: {error}") from None
+    return env
+
+
+def record_every_episode(_: int) -> bool:
+    return True
+
+
+# ---------------------------------------------------------------------------- checkpoints
+def choose_device(args: Args) -> torch.device:
+    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    try:
+        return torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)  # runs no code of the file
+    except Exception as error:
+        raise RunError(f"{folder / 'checkpoint.pt'} cannot be loaded: {error}") from None
+
+
+def load_networks(agent: Agent, folder: Path) -> None:
+    """The networks of a checkpoint, whatever script it is of, if they fit."""
+    state = load_checkpoint(folder)
+    try:
+        for name, part in vars(agent).items():
+            if isinstance(part, nn.Module):
+                part.load_state_dict(state["agent"][name])
+    except Exception as error:
+        raise RunError(f"{folder / 'checkpoint.pt'} does not fit: {error}") from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written anew: should the process die, the old one or the new one is there, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # a new file, never through somebody's link
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        raise RunError(f"{path} cannot be written: {error}", code=1) from None
+
+
+def lock(file: BinaryIO) -> None:
+    """Keeps a second process from the same run, where the system can. The lock dies with this process."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class Run:
-    """The run's folder (config.json, metrics.jsonl, checkpoint.pt), the progress bar and W&B."""
+    """The run's environments, folder (config.json, metrics.jsonl, checkpoint.pt), progress bar and W&B."""
 
-    def __init__(self, args: Args, parts: dict[str, Any], rng: np.random.Generator):
-        self.args, self.parts, self.rng, self.folder = args, parts, rng, Path(args.runs_dir, args.run_name)
-        if args.track:
-            import wandb
+    def __init__(self, args: Args):
+        check_args(args)
+        self.args = args
+        self.folder = run_folder(args)
+        self.env_seed = args.seed if args.env_seed is None else args.env_seed
+        self.global_step = 0
+        self.episode = 0
+        self.eval_returns = []
+        self.stop_signal = 0
+        self.wandb = None
+        self.wandb_id = uuid.uuid4().hex
+        self.wandb_videos = set()
+        self.bar_texts = {}
 
-            if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-                refuse("--track finds no API key of Weights & Biases: run `wandb login`, or set WANDB_MODE=offline")
+    def __enter__(self) -> "Run":
+        """Sets up torch, signals and environments; __exit__ puts everything back as it was."""
+        args = self.args
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+            deterministic = args.torch_deterministic and choose_device(args).type == "cuda"
+            torch.manual_seed(args.seed)
+            torch.set_num_threads(args.num_threads)
+            torch.set_float32_matmul_precision(args.matmul_precision)
+            torch.set_deterministic_debug_mode("warn" if deterministic else "default")
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    stack.callback(signal.signal, number, signal.signal(number, self.on_signal))
+            self.env = make_env(args.env_id, args)
+            stack.callback(self.env.close)
+            self.eval_env = make_eval_env(args)
+            stack.callback(self.eval_env.close)
+            spaces = (self.env.observation_space.shape, self.env.action_space)
+            if (self.eval_env.observation_space.shape, self.eval_env.action_space) != spaces:
+                raise RunError(f"--eval-env-id {args.eval_env_id} has other spaces than --env-id {args.env_id}")
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stack.close()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=0 if error is None else 1)
+        if isinstance(error, FloatingPointError):
+            raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
+
+    def on_signal(self, number: int, _: Any) -> None:
+        """Ctrl-C or SIGTERM: the first lets the episode finish, the second ends the process."""
+        if self.stop_signal:
+            raise KeyboardInterrupt
+        self.stop_signal = number
+        print("\nfinishing the episode, then saving; once more to quit at once", file=sys.stderr, flush=True)
+
+    def start(self, agent: Agent, rng: np.random.Generator) -> None:
+        """Opens the run's folder, and takes up where its checkpoint left off."""
+        args = self.args
+        self.agent = agent
+        self.rng = rng
+        if args.warm_start is not None:
+            load_networks(agent, Path(args.warm_start))
+        is_new = not (self.folder / "config.json").exists() and not (self.folder / "checkpoint.pt").exists()
+        if not is_new:
+            self.check_same_run()
         try:
-            self.folder.mkdir(parents=True, exist_ok=args.resume or not (self.folder / "config.json").exists())
-            self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)
-            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when this process dies
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.metrics = open(self.folder / "metrics.jsonl", "ab")
+            self.stack.callback(self.metrics.close)
+            lock(self.metrics)
         except OSError as error:
-            refuse(f"{self.folder} exists (try --resume), is in use by another process, or cannot be made: {error}")
-        self.progress, size = (0, 0, []), 0  # global step, episode, evaluation returns
+            raise RunError(f"{self.folder} is in use by another process, or cannot be made: {error}") from None
         if (self.folder / "checkpoint.pt").exists():
-            state = load_checkpoint(self.folder, args, parts)
-            self.progress, size, rng.bit_generator.state = state["progress"], state["size"], state["numpy_rng"]
+            self.load()
+        else:
+            self.metrics.truncate(0)
+        if args.track:
+            self.start_wandb(is_new)
+        if args.capture_video:
+            videos = self.folder / "videos" / str(int(time.time()))
+            self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(videos), disable_logger=True)
+            self.stack.callback(self.eval_env.close)
+        if not self.is_over():
+            self.save_config("running")
+        self.start_step = self.saved_step = self.global_step
+        self.start_time = self.saved_time = time.time()
+        self.bar = tqdm(
+            total=args.total_timesteps,
+            initial=self.global_step,
+            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining}",
+            unit="",
+            smoothing=0,
+            disable=not sys.stderr.isatty(),
+        )
+        self.stack.callback(self.bar.close)
+        print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
+
+    def check_same_run(self) -> None:
+        """A run belongs to its script and its arguments."""
+        if not self.args.resume:
+            raise RunError(f"{self.folder} exists: continue it with --resume, or choose another --run-name")
+        config = read_config(self.folder)
+        if config["script"] != SCRIPT:
+            raise RunError(f"{self.folder} is a run of {config['script']}, not of {SCRIPT}")
+        for name, value in asdict(self.args).items():
+            if name not in MAY_CHANGE and config["args"][name] != value:
+                raise RunError(f"{self.folder} has {name} {config['args'][name]}, and cannot be resumed with {value}")
+        self.wandb_id = config["wandb_id"]
+
+    def start_wandb(self, is_new: bool) -> None:
+        import wandb
+
+        try:
+            self.wandb = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                dir=self.folder,
+                config=asdict(self.args),
+                save_code=True,
+            )
+        except wandb.Error as error:
+            if is_new:
+                shutil.rmtree(self.folder)
+            raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
+
+    def is_over(self) -> bool:
+        args = self.args
+        out_of_steps = self.global_step >= args.total_timesteps
+        out_of_episodes = args.total_episodes is not None and self.episode >= args.total_episodes
+        return out_of_steps or out_of_episodes or self.stop_signal != 0
+
+    def episode_seed(self) -> int:
+        """With its own seed for each episode, the end of an episode is a complete state of the run."""
+        return int(np.random.SeedSequence((self.env_seed, self.episode)).generate_state(1)[0])
+
+    def evaluate(self, agent: Agent, number: int) -> dict[str, float]:
+        """One evaluation episode, as a row of metrics."""
+        seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
+        self.eval_returns = [*self.eval_returns, evaluate(agent, self.eval_env, seed)][-100:]
+        mean = float(np.mean(self.eval_returns))
+        return {"charts/eval_return": self.eval_returns[-1], "charts/eval_return_mean100": mean}
+
+    def log(self, row: dict[str, float]) -> None:
+        """Writes a row of metrics, and shows it if it is one of charts."""
+        row = {"global_step": self.global_step} | row
+        if any(name.startswith("charts/") for name in row):
+            row["charts/SPS"] = int((self.global_step - self.start_step) / (time.time() - self.start_time))
+            self.show(row)
+        for name, value in row.items():
+            require_finite(name, value)
+        try:
+            self.metrics.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            self.metrics.flush()
+        except OSError as error:
+            raise RunError(f"{self.folder} cannot be written at step {self.global_step}: {error}", code=1) from None
+        if self.wandb is not None:
+            self.wandb.log(row | self.new_videos(), step=self.global_step)
+
+    def new_videos(self) -> dict[str, Any]:
+        import wandb
+
+        paths = set(self.folder.glob("videos/*/*.mp4")) - self.wandb_videos
+        self.wandb_videos |= paths
+        return {f"videos/{path.stem}": wandb.Video(str(path), format="mp4") for path in paths}
+
+    def show(self, row: dict[str, float]) -> None:
+        """On a terminal, the latest of each kind beside the bar; elsewhere a line for each row."""
+        if self.bar.disable:
+            print(" ".join(f"{name.removeprefix('charts/')}={value:.6g}" for name, value in row.items()), flush=True)
+            return
+        for name, label in SHOWN.items():
+            if name in row:
+                self.bar_texts[label] = f"{label} {row[name]:.4g}"
+        self.bar.set_postfix_str(" ".join(self.bar_texts.values()), refresh=False)
+        if self.args.total_episodes is not None and self.episode > 0:
+            expected_steps = int(self.global_step / self.episode * self.args.total_episodes)
+            self.bar.total = min(self.args.total_timesteps, expected_steps)
+
+    def show_progress(self, steps_to_learn: float = 0) -> None:
+        """Moves the bar to the last step that has been learned from."""
+        self.bar.update(self.global_step - int(steps_to_learn) - self.bar.n)
+
+    def checkpoint_if_due(self) -> None:
+        minutes = (time.time() - self.saved_time) / 60
+        steps = self.global_step - self.saved_step
+        if steps >= self.args.checkpoint_every or minutes >= self.args.checkpoint_minutes:
+            self.save()
+
+    def finish(self) -> Path:
+        """Saves, and says how the run ended."""
+        if self.global_step > self.saved_step or not (self.folder / "checkpoint.pt").exists():
+            self.save()
+        self.bar.close()
+        ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
+        if self.stop_signal:
+            command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
+            raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
+        self.save_config("finished")
+        print(f"finished: {ended}", flush=True)
+        return self.folder
+
+    def save(self) -> None:
+        """Writes a checkpoint, from which the run goes on as if nothing had happened."""
+        self.metrics.flush()
+        os.fsync(self.metrics.fileno())
+        state = {
+            "agent": {name: part.state_dict() for name, part in vars(self.agent).items()},
+            "global_step": self.global_step,
+            "episode": self.episode,
+            "eval_returns": self.eval_returns,
+            "metrics_size": self.metrics.tell(),
+            "numpy_rng": self.rng.bit_generator.state,
+            "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        }
+        with replacing(self.folder / "checkpoint.pt") as file:
+            torch.save(state, file)
+        self.saved_step = self.global_step
+        self.saved_time = time.time()
+
+    def load(self) -> None:
+        state = load_checkpoint(self.folder)
+        try:
+            for name, part in vars(self.agent).items():
+                part.load_state_dict(state["agent"][name])
+            self.global_step = state["global_step"]
+            self.episode = state["episode"]
+            self.eval_returns = state["eval_returns"]
+            self.rng.bit_generator.state = state["numpy_rng"]
             torch.set_rng_state(state["torch_rng"])
             torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
-        self.metrics.seek(self.metrics.truncate(size))  # what came after the checkpoint will come again
-        self.save_config("running")
-        self.signal, self.start_step, self.start_time = 0, self.progress[0], time.time()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: setattr(self, "signal", number))
-        self.bar = tqdm(total=args.total_timesteps, initial=self.start_step, disable=not sys.stderr.isatty())
-        if args.track:
-            where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": self.folder}
-            self.wandb = wandb.init(**where, id=args.run_name, resume="allow", config=asdict(args), save_code=True)
-
-    def log(self, global_step: int, row: dict[str, float]) -> None:
-        row = {"global_step": global_step} | row
-        if any(name.startswith("charts/") for name in row):
-            row["charts/SPS"] = int((global_step - self.start_step) / (time.time() - self.start_time))
-            text = re.sub("charts/(episodic_|eval_return_)?", "", " ".join(f"{k}={v:.6g}" for k, v in row.items()))
-            print(text, flush=True) if self.bar.disable else self.bar.set_postfix_str(text)
-        try:
-            self.metrics.write(json.dumps(row) + "\n")
-        except OSError as error:
-            refuse(f"{self.folder} cannot be written at step {global_step}: {error}", code=1)
-        if self.args.track:
-            self.wandb.log(row, step=global_step)
-
-    def tick(self, global_step: int, steps: int = 1) -> None:
-        self.bar.update(steps)
-        if self.signal:  # SIGTERM or Ctrl-C
-            how = f"python {SCRIPT} --resume --runs-dir {self.args.runs_dir} --run-name {self.args.run_name}"
-            refuse(f"stopped at step {global_step}, saved at {self.progress[0]}: go on with {how}", 128 + self.signal)
-
-    def checkpoint(self, *progress: Any, final: bool = False) -> None:
-        if final or progress[0] - self.progress[0] >= self.args.checkpoint_every:
-            state = {name: part.state_dict() for name, part in self.parts.items()}
-            state |= {"script": SCRIPT, "env_id": self.args.env_id, "progress": progress, "size": self.metrics.tell()}
-            state |= {"numpy_rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state()}
-            state |= {"cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
-            self.replace("checkpoint.pt", lambda file: torch.save(state, file))
-            self.progress = progress
-        if final:
-            self.bar.close()
-            self.save_config("finished")
-            print(f"finished: {progress[0]} steps, {progress[1]} episodes in {self.folder}", flush=True)
+            size = int(state["metrics_size"])
+        except Exception as error:
+            raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
+        if self.metrics.tell() < size:
+            raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
+        self.metrics.truncate(size)  # what came after the checkpoint will come again
 
     def save_config(self, status: str) -> None:
-        commit = os.popen(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD 2>/dev/null").read().strip()
-        versions = {"versions": {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, np, tyro)}}
-        config = {"script": SCRIPT, "status": status, "args": asdict(self.args), "git_commit": commit}
-        self.replace("config.json", lambda file: file.write(json.dumps(config | versions, indent=2).encode()))
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+        has_git = shutil.which("git") is not None
+        config = {
+            "script": SCRIPT,
+            "status": status,
+            "args": asdict(self.args),
+            "git_commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if has_git else "",
+            "wandb_id": self.wandb_id,
+            "versions": {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, np, tyro)},
+        }
+        with replacing(self.folder / "config.json") as file:
+            file.write(json.dumps(config, indent=2).encode())
 
-    def replace(self, name: str, write: Callable) -> None:
-        """Write a file anew: should the process die, the old one or the new one is there, whole."""
-        try:
-            with open(self.folder / f"{name}.tmp", "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(file.name, self.folder / name)
-        except (OSError, RuntimeError) as error:
-            refuse(f"{self.folder / name} cannot be written: {error}", code=1)
+
+# ---------------------------------------------------------------------------- the command line
+def evaluate_checkpoint(args: Args) -> None:
+    """Prints the returns of the agent in a checkpoint."""
+    folder = Path(args.evaluate)
+    with Run(args) as run:
+        agent = Agent(run.env.observation_space, run.env.action_space, args)
+        load_networks(agent, folder)
+        if args.capture_video:
+            videos = folder / "videos" / f"evaluate-{int(time.time())}"
+            run.eval_env = gym.wrappers.RecordVideo(
+                run.eval_env, str(videos), record_every_episode, disable_logger=True
+            )
+            run.stack.callback(run.eval_env.close)
+        returns = [run.evaluate(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
+    print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
+
+
+def main() -> None:
+    try:
+        args = parse_command_line()
+        if args.evaluate:
+            evaluate_checkpoint(args)
+        else:
+            train(args)
+    except RunError as error:
+        print(f"{SCRIPT}: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    mask_prob = args.mask_prob if args.num_nets > 1 else 1.0  # a single member has no mask
-    env_seed = args.seed if args.env_seed is None else args.env_seed
-    episode_seed = lambda *numbers: int(np.random.SeedSequence((env_seed, *numbers)).generate_state(1)[0])
-    rng = np.random.default_rng(args.seed)
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.num_threads)
-    torch.set_float32_matmul_precision(args.matmul_precision)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.use_deterministic_algorithms(args.torch_deterministic and device.type == "cuda", warn_only=True)
-    env, video = make_continuous_env(args.env_id), {"render_mode": "rgb_array"} if args.capture_video else {}
-    eval_env = make_continuous_env(args.eval_env_id or args.env_id, **video)
-    num_inputs, num_actions = env.observation_space.shape[0], env.action_space.shape[0]
-    agent = SimpleNamespace(actor=EnsembleMLP(args.num_nets, num_inputs, args.hidden_size, 2 * num_actions).to(device))
-    agent.critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device)
-    agent.target_critic = copy.deepcopy(agent.critic).requires_grad_(False)
-    log_alpha = torch.full((args.num_nets, 1), 0.0 if args.autotune else math.log(args.alpha), device=device)
-    agent.temperature = nn.ParameterDict({"log_alpha": log_alpha})
-    agent.actor_optimizer = torch.optim.Adam(agent.actor.parameters(), lr=args.policy_lr, fused=True)
-    agent.critic_optimizer = torch.optim.Adam(agent.critic.parameters(), lr=args.q_lr, fused=True)
-    agent.alpha_optimizer = torch.optim.Adam(agent.temperature.parameters(), lr=args.alpha_lr, fused=True)
-    zeros = lambda size: np.zeros(size, np.float32)
-    transition = {"observation": zeros(num_inputs), "action": zeros(num_actions), "next_observation": zeros(num_inputs)}
-    transition |= {"reward": zeros(()), "terminated": zeros(()), "mask": np.zeros(args.num_nets, bool)}
-    buffer = ReplayBuffer(args.buffer_size, device, **transition)
-
-    def evaluation_return(number: int) -> float:
-        policy = lambda observation: average_action(agent.actor, observation)
-        return evaluate(eval_env, policy, episode_seed(number, 1))
-
-    run = None if args.evaluate else Run(args, vars(agent) | {"buffer": buffer}, rng)
-    if args.capture_video:
-        eval_env = gym.wrappers.RecordVideo(eval_env, f"{args.evaluate or run.folder}/videos/{int(time.time())}")
-    if args.evaluate:
-        load_checkpoint(Path(args.evaluate), args, {"actor": agent.actor})
-        returns = [evaluation_return(i) for i in range(args.eval_episodes)]
-        print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
-        sys.exit(eval_env.close())
-    global_step, episode, eval_returns = run.progress
-    while global_step < args.total_timesteps and episode < (args.total_episodes or math.inf):  # line 2
-        observation, _ = env.reset(seed=episode_seed(episode))  # so an episode's end is a complete state
-        require_finite(global_step, observation=observation)
-        member = int(rng.integers(args.num_nets))
-        episodic_return, episodic_length, done = 0.0, 0, False
-        while not done and global_step < args.total_timesteps:
-            # Lines 4-6: act.
-            action, ucb_std = rng.uniform(-1, 1, num_actions).astype(np.float32), 0.0
-            if global_step >= args.learning_starts:
-                action, member, ucb_std = ucb_action(agent.actor, agent.critic, observation, member, args)
-            next_observation, reward, terminated, truncated, _ = env.step(action)
-            global_step += 1
-            require_finite(global_step, observation=next_observation, reward=reward)
-            # Lines 7-9: store with a Bernoulli mask. A truncated episode did not terminate: its last target bootstraps.
-            mask = rng.random(args.num_nets) < mask_prob
-            buffer.add(observation, action, next_observation, reward, terminated, mask)
-            observation, done = next_observation, terminated or truncated
-            episodic_return, episodic_length = episodic_return + float(reward), episodic_length + 1
-            # Line 11: after each rollout, as many gradient steps.
-            ready = global_step >= args.learning_starts and global_step % args.rollout_length == 0
-            for _ in range(round(args.rollout_length * args.updates_per_step) if ready else 0):
-                metrics = ivsac_update(agent, buffer.sample(round(args.batch_size / mask_prob), rng), args)
-                losses = {f"{name} loss": metrics[f"losses/{name}"]().item() for name in ("critic", "actor")}
-                require_finite(global_step, **losses)
-                run.tick(global_step, 0)
-            if ready and global_step % args.log_every == 0:
-                row = {"exploration/ucb_std": ucb_std, "exploration/acting_member": member}
-                run.log(global_step, {name: value().item() for name, value in metrics.items()} | row)
-            if args.eval_every and global_step % args.eval_every == 0:
-                eval_returns = [*eval_returns, evaluation_return(global_step)][-100:]
-                row = {"charts/eval_return": eval_returns[-1], "charts/eval_return_mean100": np.mean(eval_returns)}
-                run.log(global_step, row)
-            run.tick(global_step)
-        if done:
-            episode += 1
-            row = {"charts/episode": episode, "charts/episodic_return": episodic_return}
-            run.log(global_step, row | {"charts/episodic_length": episodic_length})
-            run.checkpoint(global_step, episode, eval_returns)
-    run.checkpoint(global_step, episode, eval_returns, final=True)
-    eval_env.close()
+    main()
