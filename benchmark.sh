@@ -8,7 +8,7 @@
 #                 or all (the paper's)
 #   --seeds       runs of each cell
 #   --env-seeds   if above 1: environment seeds, each with all seeds of the networks (the paper: 5 x 5)
-#   --workers     runs at a time; each gets its share of the cores
+#   --workers     runs at a time; each gets its share of the cores, but the discrete scripts one thread, which is faster
 #   --track       log to Weights & Biases, grouped by suite, environment and system
 #   --only        launch only the runs whose name matches this regular expression
 #   --dry-run     print the commands, one a line
@@ -56,9 +56,10 @@ names=() commands=()
 
 # cell "SUITES" SYSTEM ENVIRONMENT SCRIPT [ARGUMENTS]: the runs of one cell, if the suite has it.
 cell() {
-  local suites=" $1 " system=$2 env_id=$3 script=$4 seed env_seed name command
+  local suites=" $1 " system=$2 env_id=$3 script=$4 seed env_seed name command cell_threads=$threads
   shift 4
   [[ $suites == *" $suite "* || ($suite == all && ! $suites =~ ^\ (smoke|search|search-100k|table2-100k)\ $) ]] || return 0
+  [[ $script == *dqn.py ]] && cell_threads=1
   for ((env_seed = 1; env_seed <= env_seeds; env_seed++)); do
     for ((seed = first_seed; seed < first_seed + seeds; seed++)); do
       name=${env_id#paper_envs:}__${system}__$seed
@@ -68,7 +69,7 @@ cell() {
       $track && command="env WANDB_RUN_GROUP=$suite/${env_id#paper_envs:}/$system WANDB_TAGS=$suite,$commit \
 WANDB_JOB_TYPE=train $command --track"
       names+=("$name")
-      commands+=("$command --runs-dir $(printf %q "$runs") --run-name $name --num-threads $threads${*:+ $*}")
+      commands+=("$command --runs-dir $(printf %q "$runs") --run-name $name --num-threads $cell_threads${*:+ $*} --resume")
     done
   done
 }
@@ -79,8 +80,9 @@ first_seed=1
 # IV-DQN was published with a constant xi = 10; here it keeps a minimal effective batch size, as in the paper's text. As in its
 # equations, a terminal target's variance is that of any other: with 0 in its place IV-DQN is slower (docs/results.md).
 lunar=(--total-episodes 500 --solved-at 200 --gamma 0.99 --tau 0.005 --epsilon-decay 0.99)
-iv_zero=("${lunar[@]}" --batch-size 64 --learning-rate 1e-3 --mask-prob 1 --prior-scale 0 --loss-attenuation-weight 1.5)
-iv_lunar=("${iv_zero[@]}" --terminal-variance)
+iv=("${lunar[@]}" --batch-size 64 --learning-rate 1e-3 --mask-prob 1 --prior-scale 0 --loss-attenuation-weight 1.5)
+iv_zero=("${iv[@]}" --no-terminal-variance)
+iv_lunar=("${iv[@]}" --terminal-variance)
 cell "table1 ablations-dqn" DQN LunarLander-v3 dqn.py "${lunar[@]}" --batch-size 128 --learning-rate 5e-4
 cell "table1 ablations-dqn" BootstrapDQN LunarLander-v3 bootstrap_dqn.py "${lunar[@]}" \
   --batch-size 64 --learning-rate 5e-4 --mask-prob 0.9 --prior-scale 10
@@ -104,17 +106,16 @@ cell table1 IV-DQN MountainCar-v0 ivdqn.py "${prior[@]}" "${iv_car[@]}" --termin
 cartpole=(--eval-env-id paper_envs:Cartpole-v0 --total-episodes 300 --solved-at 750 --gamma 0.99 --tau 0.05)
 cartpole+=(--learning-starts 128 --batch-size 128 --learning-rate 1e-3 --start-epsilon 0.05 --end-epsilon 0.05)
 half=(--mask-prob 0.5 --prior-scale 0)
+iv_pole=("${cartpole[@]}" "${half[@]}" --no-terminal-variance)
 for noise in 0.1 0.3 1 3 10; do
   env_id=paper_envs:CartpoleNoise$noise-v0
   cell table1 DQN $env_id dqn.py "${cartpole[@]}"
   cell "table1 ablations-dqn" BootstrapDQN $env_id bootstrap_dqn.py "${cartpole[@]}" "${half[@]}"
   cell table1 SunriseDQN $env_id sunrise_dqn.py "${cartpole[@]}" --mask-prob 1 --prior-scale 0 --sunrise-temperature 50
-  cell "table1 ablations-dqn" IV-DQN $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" \
-    --loss-attenuation-weight 5 --mebs-ratio 0.99
+  cell "table1 ablations-dqn" IV-DQN $env_id ivdqn.py "${iv_pole[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99
   # Fig. 4: not published, IV-DQN's settings.
-  cell ablations-dqn BIV+BootstrapDQN $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" --no-variance-heads --mebs-ratio 0.99
-  cell ablations-dqn L2+VarEnsembleDQN $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" \
-    --weighting l2 --loss-attenuation-weight 5
+  cell ablations-dqn BIV+BootstrapDQN $env_id ivdqn.py "${iv_pole[@]}" --no-variance-heads --mebs-ratio 0.99
+  cell ablations-dqn L2+VarEnsembleDQN $env_id ivdqn.py "${iv_pole[@]}" --weighting l2 --loss-attenuation-weight 5
 done
 
 # Fig. 4: the ablations on LunarLander. The L2 systems were not published: those of their BIV counterparts.
@@ -165,7 +166,7 @@ mbbl_cells Ant 512 0.9 10 1024 1 1 2.5 0.9
 mbbl_cells SlimHumanoid 512 1 1 1024 0.9 10 2.5 0.8 # not published: Walker2d's
 
 # Table 2's first half at a smaller price: batch 256 and 100,000 steps, one thread a run.
-mbbl_100k=("${mbbl[@]}" --total-timesteps 100000 --batch-size 256 --num-threads 1)
+mbbl_100k=("${mbbl[@]}" --total-timesteps 100000 --batch-size 256 --num-threads 1 --matmul-precision medium)
 # mbbl_100k_cells ENVIRONMENT MASK UCB IV-MASK IV-UCB LAMBDA MEBS
 mbbl_100k_cells() {
   local env_id=paper_envs:MBBL-$1-v0
@@ -249,15 +250,15 @@ baselines a MountainCar-v0 "${car[@]}" "${greedy[@]}"
 baselines b MountainCar-v0 "${prior[@]}" --mask-prob 0.5
 baselines c MountainCar-v0 "${prior[@]}"
 baselines d MountainCar-v0 "${prior[@]}" --mask-prob 1
-cell search IV-DQN-a MountainCar-v0 ivdqn.py "${car[@]}" "${greedy[@]}" "${iv_car[@]}"
-cell search IV-DQN-b MountainCar-v0 ivdqn.py "${prior[@]}" "${iv_car[@]}" --mask-prob 0.5
+cell search IV-DQN-a MountainCar-v0 ivdqn.py "${car[@]}" "${greedy[@]}" "${iv_car[@]}" --no-terminal-variance
+cell search IV-DQN-b MountainCar-v0 ivdqn.py "${prior[@]}" "${iv_car[@]}" --no-terminal-variance --mask-prob 0.5
 cell search IV-DQN-c MountainCar-v0 ivdqn.py "${prior[@]}" "${iv_car[@]}" --terminal-variance --mask-prob 0.5
 cell search IV-DQN-d MountainCar-v0 ivdqn.py "${prior[@]}" "${iv_car[@]}" --terminal-variance
 env_id=paper_envs:CartpoleNoise1-v0
 noisy() { # LABEL [ARGUMENTS]
   cell search "DQN-$1" $env_id dqn.py "${cartpole[@]}" "${@:2}"
   baselines "$1" $env_id "${cartpole[@]}" "${half[@]}" "${@:2}"
-  cell search "IV-DQN-$1" $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99 "${@:2}"
+  cell search "IV-DQN-$1" $env_id ivdqn.py "${iv_pole[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99 "${@:2}"
 }
 noisy a --learning-starts 1000 --tau 0.005
 noisy b
@@ -265,17 +266,15 @@ noisy c --tau 0.01
 noisy d --learning-rate 5e-4
 cell search DQN-e $env_id dqn.py "${cartpole[@]}" --tau 0.01 --learning-rate 5e-4
 baselines e $env_id "${cartpole[@]}" "${half[@]}" --mask-prob 1
-cell search IV-DQN-e $env_id ivdqn.py "${cartpole[@]}" "${half[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99 \
-  --terminal-variance
+cell search IV-DQN-e $env_id ivdqn.py "${iv_pole[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99 --terminal-variance
 
 # ---------------------------------------------------------------------------- the runs
 is_finished() { grep -qs '"status": "finished"' "$runs/$1/config.json"; }
-resume_flag() { if [[ -f $runs/$1/config.json ]]; then echo " --resume"; fi; }
 
 if [[ $suite == task ]]; then
   IFS=$'\t' read -r name command < <(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$task_list")
   is_finished "$name" && echo "$name is finished" && exit 0
-  eval "exec $command$(resume_flag "$name")"
+  eval "exec $command"
 fi
 
 ((${#names[@]})) || refuse "no run of the suite '$suite' matches '$only': see the top of this file for the suites"
@@ -287,7 +286,7 @@ skipped=$((${#names[@]} - ${#todo[@]}))
 
 if $dry_run; then
   for i in "${todo[@]}"; do
-    echo "${commands[i]}$(resume_flag "${names[i]}")"
+    echo "${commands[i]}"
   done
   exit 0
 fi
@@ -319,7 +318,7 @@ mkdir -p "$runs/logs"
 SECONDS=0
 while ((${#running[@]} || (next < ${#todo[@]} && !stopped))); do
   while ((${#running[@]} < workers && next < ${#todo[@]} && !stopped)); do
-    name=${names[todo[next]]} command="${commands[todo[next]]}$(resume_flag "${names[todo[next]]}")"
+    name=${names[todo[next]]} command=${commands[todo[next]]}
     eval "exec $command" >>"$runs/logs/$name.log" 2>&1 &
     running[$!]=$name
     next=$((next + 1))

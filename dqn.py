@@ -3,13 +3,15 @@
 # dependencies = ["torch==2.13.0", "gymnasium[box2d,classic-control,mujoco]==1.4.0", "mujoco==3.17.0", "numpy==2.4.6",
 #   "tyro==1.0.16", "tqdm==4.70.1", "wandb==0.31.0", "moviepy==2.2.1"]
 # ///
-"""DQN: deep Q-learning with a target network (paper Sec. 2.2; Mnih et al. 2015).
+"""DQN: deep Q-learning with a target network (paper Sec. 3.1; Mnih et al. 2015).
 
 One network learns Q from a replay buffer. Its targets contain the prediction of a slowly following copy. It explores
 by random actions, fewer and fewer. This is the plainest of the discrete scripts; the others are built upon it.
 
     python dqn.py --env-id LunarLander-v3 --seed 1
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -23,7 +25,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -40,7 +42,7 @@ from tqdm import tqdm
 
 @dataclass
 class DQNArgs:
-    """The algorithm, in the paper's symbols."""
+    """The algorithm; where the paper has a symbol, the comment begins with it."""
 
     env_id: str = "LunarLander-v3"  # gymnasium id of the environment: discrete actions
     total_timesteps: int = 500_000  # environment steps after which the run ends
@@ -52,12 +54,12 @@ class DQNArgs:
     learning_starts: int = 1000  # environment steps before the first update
     train_frequency: int = 1  # environment steps between two updates
     batch_size: int = 128  # K: minibatch size
-    learning_rate: float = 5e-4  # lr: learning rate of Adam
+    learning_rate: float = 5e-4  # learning rate of Adam
     max_grad_norm: float | None = None  # clip the gradient to this norm
-    gamma: float = 0.99  # gamma: discount rate
-    n_step: int = 1  # n: rewards summed in a target, before the prediction
+    gamma: float = 0.99  # discount rate
+    n_step: int = 1  # n: rewards summed in a target before it bootstraps
     truncation_terminates: bool = False  # take a time limit for a terminal state, as the published code does
-    tau: float = 0.005  # tau: rate of the target update (1: a copy)
+    tau: float = 0.005  # rate of the target update (1: a copy)
     target_network_frequency: int = 1  # environment steps between two target updates
     start_epsilon: float = 1.0  # epsilon in the first episode: probability of a random action
     end_epsilon: float = 0.01  # epsilon never falls below this
@@ -66,35 +68,7 @@ class DQNArgs:
     num_threads: int = 1  # CPU threads of torch
 
 
-@dataclass
-class RunArgs:
-    """Seeds, files and what is logged."""
-
-    seed: int = 1  # seed of networks, exploration and minibatches
-    env_seed: int | None = None  # seed of the environment (default: --seed)
-    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
-    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
-    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
-    torch_deterministic: bool = True  # let torch use deterministic algorithms only
-    exp_name: str = Path(__file__).stem  # name of the experiment
-    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
-    runs_dir: str = "runs"  # folder of all runs
-    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
-    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
-    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
-    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
-    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
-    eval_episodes: int = 10  # number of episodes of --evaluate
-    capture_video: bool = False  # record evaluation episodes into the run's folder
-    track: bool = False  # log to Weights & Biases as well
-    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
-    wandb_entity: str | None = None  # entity (team) at Weights & Biases
-
-
-@dataclass
-class Args(RunArgs, DQNArgs):
-    """All arguments."""
+AlgorithmArgs = DQNArgs  # its name in all scripts
 
 
 # ---------------------------------------------------------------------------- networks
@@ -156,59 +130,20 @@ class ReplayBuffer:
             array[: self.size] = state["arrays"][name].numpy()
 
 
-def n_step_transitions(steps: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
-    """What the newest step completes: the transition of n steps ago; at the end of an episode, all that are left."""
-    while len(steps) == args.n_step or (done and steps):
-        rewards = [reward for _, _, reward in steps]
-        observation, action, _ = steps.popleft()
+def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
+    """Takes out each step whose n-step return is complete; at an episode's end, all that are left (and shorter)."""
+    while len(pending) == args.n_step or (done and pending):
+        rewards = [reward for _, _, reward in pending]
+        observation, action, _ = pending.popleft()
         yield {
             "observation": observation,
             "action": action,
             "reward": sum(args.gamma**i * reward for i, reward in enumerate(rewards)),
-            "discount": args.gamma ** len(rewards),  # of what follows: gamma^n
+            "discount": args.gamma ** len(rewards),  # of the prediction that follows
         }
 
 
-# ---------------------------------------------------------------------------- losses
-def dqn_loss(
-    network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean squared error (Eq. 5)."""
-    # The prediction at (s, a).
-    all_means = network(batch.observation)  # (K, A)
-    mean = all_means.gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)  # (K,)
-    with torch.no_grad():
-        # Eq. 4: the target, at the target network's greedy a'.
-        next_mean = target_network(batch.next_observation).amax(-1)  # (K,)
-        target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
-    squared_error = (mean - target) ** 2
-    loss = squared_error.mean()
-    return loss, {"mean": mean}
-
-
-def dqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
-    """What is logged of an update."""
-    return {
-        "losses/loss": loss.item(),
-        "losses/q_values": tensors["mean"].mean().item(),
-    }
-
-
-@torch.no_grad()
-def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
-        target_parameter.lerp_(parameter, tau)
-
-
-# ---------------------------------------------------------------------------- acting and evaluation
-@torch.no_grad()
-def greedy_action(network: nn.Module, observation: np.ndarray, device: torch.device) -> int:
-    """The action of the highest Q."""
-    q_values = network(torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0))  # (1, A)
-    return int(q_values.argmax(-1))
-
-
+# ---------------------------------------------------------------------------- the agent
 class DQN:
     """What learns and is saved: networks, optimiser, replay buffer."""
 
@@ -232,24 +167,66 @@ class DQN:
         )
 
     def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> int:
-        return greedy_action(self.network, observation, self.buffer.device)
+        return greedy_action(self.network, observation)
 
 
-def discrete_actions(env: gym.Env) -> gym.Env:
+Agent = DQN  # its name in all scripts
+
+
+# ---------------------------------------------------------------------------- losses
+def dqn_loss(
+    network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean squared error (Eq. 5)."""
+    # The prediction at (s, a).
+    all_means = network(batch.observation)  # (K, A)
+    mean = all_means.gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)  # (K,)
+    with torch.no_grad():
+        # Eq. 4: the target, at the target network's greedy a'.
+        all_next_means = target_network(batch.next_observation)
+        next_mean = all_next_means.amax(-1)  # (K,)
+        target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
+    squared_error = (mean - target) ** 2
+    loss = squared_error.mean()
+    return loss, {"mean": mean}
+
+
+def dqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
+    """What is logged of an update."""
+    return {
+        "losses/loss": loss.item(),
+        "losses/q_values": tensors["mean"].mean().item(),
+    }
+
+
+@torch.no_grad()
+def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """Moves each target parameter by a share tau towards the online one."""
+    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
+        target_parameter.lerp_(parameter, tau)
+
+
+# ---------------------------------------------------------------------------- acting and evaluation
+@torch.no_grad()
+def greedy_action(network: nn.Module, observation: np.ndarray) -> int:
+    """The action of the highest Q."""
+    device = next(network.parameters()).device
+    q_values = network(torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0))  # (1, A)
+    return int(q_values.argmax(-1))
+
+
+def require_discrete_actions(env: gym.Env) -> gym.Env:
     """Refuses an environment whose actions this family cannot take."""
     if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
         raise RunError(f"{env.spec.id} has actions {env.action_space}, not Discrete(n): try sac.py and its like")
     return env
 
 
-# What the rest of the file calls by one name in all scripts.
-AlgorithmArgs = DQNArgs
-Agent = DQN
-adapt_actions = discrete_actions
+adapt_actions = require_discrete_actions  # its name in all scripts
 
 
-def evaluate(agent: Agent, env: gym.Env, seed: int) -> float:
-    """The return of one episode."""
+def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
+    """The return of one evaluation episode."""
     rng = np.random.default_rng(seed)
     observation, _ = env.reset(seed=seed)
     episodic_return = 0.0
@@ -272,47 +249,47 @@ def train(args: Args) -> Path:
     """Deep Q-learning, in the order of Algorithm 1; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = DQN(env.observation_space, env.action_space, args)
+        agent = Agent(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
         run.start(agent, rng)
         parameters = list(agent.network.net.parameters())
         while not run.is_over() and not is_solved(run.eval_returns, run.eval_env, args):  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
             epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**run.episode)
-            steps = deque()  # those whose n-step return is not complete yet
+            pending = deque()  # the steps whose n-step return is not complete yet
             episodic_return = 0.0
             episodic_length = 0
             done = False
             while not done and run.global_step < args.total_timesteps:  # line 4
                 run.global_step += 1
-                # Lines 5-6: explore or exploit.
+                # Line 5: explore or exploit.
                 if rng.random() < epsilon:
                     action = int(rng.integers(env.action_space.n))
                 else:
-                    action = greedy_action(agent.network, observation, agent.buffer.device)
-                next_observation, reward, terminated, truncated, _ = env.step(action)
+                    action = greedy_action(agent.network, observation)
+                next_observation, reward, terminated, truncated, _ = env.step(action)  # line 6
                 done = terminated or truncated
                 episodic_return += reward
                 episodic_length += 1
-                # Lines 8-9: store. A truncated episode did not terminate: its targets bootstrap.
-                steps.append((observation, action, reward))
-                for transition in n_step_transitions(steps, done, args):
+                # Line 8: store. A truncated episode did not terminate: its targets bootstrap.
+                pending.append((observation, action, reward))
+                for transition in n_step_transitions(pending, done, args):
                     agent.buffer.add(
                         **transition,
                         next_observation=next_observation,
                         terminated=terminated or (truncated and args.truncation_terminates),
                     )
-                observation = next_observation
-                learning = run.global_step > args.learning_starts
+                observation = next_observation  # line 9
+                learning = run.global_step > args.learning_starts and agent.buffer.size > 0
                 if learning and run.global_step % args.train_frequency == 0:
                     batch = agent.buffer.sample(args.batch_size, rng)  # line 10
-                    loss, tensors = dqn_loss(agent.network, agent.target_network, batch, args)  # lines 11-17
+                    loss, tensors = dqn_loss(agent.network, agent.target_network, batch, args)  # lines 11-18
                     require_finite("the loss", loss.item())
                     agent.optimizer.zero_grad()
                     loss.backward()
                     if args.max_grad_norm is not None:
                         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                    agent.optimizer.step()  # line 18
+                    agent.optimizer.step()
                     if run.global_step % args.log_every == 0:
                         run.log(dqn_metrics(loss, tensors))
                 if learning and run.global_step % args.target_network_frequency == 0:
@@ -327,7 +304,7 @@ def train(args: Args) -> Path:
                     "charts/epsilon": epsilon,
                 }
                 if args.eval_every and run.episode % args.eval_every == 0:
-                    row |= run.evaluate(agent, run.episode)
+                    row |= run.evaluation_row(agent, run.episode)
                 run.log(row)
                 run.checkpoint_if_due()
         return run.finish()
@@ -348,7 +325,7 @@ SHOWN = {
     "charts/episode": "episode",
     "charts/episodic_return": "return",
     "charts/eval_return": "eval",
-    "charts/eval_return_mean100": "mean100",
+    "charts/eval_return_mean100": "mean",
 }
 MAX_INPUTS = 10_000  # numbers in an observation: an MLP is not made for pictures
 # The smallest and the largest value of each number, for the arguments of all scripts.
@@ -405,11 +382,42 @@ class RunError(Exception):
 
 
 def require_finite(name: str, value: Any) -> None:
-    if not np.isfinite(value).all():
+    if not np.isfinite(np.asarray(value)).all():
         raise FloatingPointError(f"{name} is not finite")
 
 
 # ---------------------------------------------------------------------------- arguments
+@dataclass
+class RunArgs:
+    """Seeds, files and what is logged."""
+
+    seed: int = 1  # seed of networks, exploration and minibatches
+    env_seed: int | None = None  # seed of the environment (default: --seed)
+    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
+    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
+    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
+    torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
+    runs_dir: str = "runs"  # folder of all runs
+    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
+    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
+    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
+    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
+    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
+    eval_episodes: int = 10  # number of episodes of --evaluate
+    capture_video: bool = False  # record evaluation episodes into the run's folder
+    track: bool = False  # log to Weights & Biases as well
+    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # entity (team) at Weights & Biases
+
+
+@dataclass
+class Args(RunArgs, AlgorithmArgs):
+    """All arguments."""
+
+
 def is_of_type(value: Any, kind: Any) -> bool:
     """Whether a value is what the annotation of an argument says."""
     if get_origin(kind) is Literal:
@@ -459,9 +467,8 @@ def read_env_kwargs(args: Args) -> dict[str, Any]:
 
 def run_folder(args: Args) -> Path:
     name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    return Path(
-        args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name)
-    )  # no separators, no leading dots: it stays in there
+    # No separators and no leading dots: the folder stays in --runs-dir.
+    return Path(args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -500,7 +507,7 @@ def parse_command_line() -> Args:
     folder = Path(args.evaluate) if args.evaluate else run_folder(args)
     if args.evaluate or (args.resume and (folder / "config.json").exists()):
         here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
-        args = parse(read_config(folder)["args"] | here)
+        args = parse(read_config(folder)["args"] | here | {"track": False, "capture_video": False})
     return args
 
 
@@ -551,10 +558,6 @@ def make_eval_env(args: Args) -> gym.Env:
     return env
 
 
-def record_every_episode(_: int) -> bool:
-    return True
-
-
 # ---------------------------------------------------------------------------- checkpoints
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -590,6 +593,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error}", code=1) from None
 
 
@@ -619,19 +623,19 @@ class Run:
         self.wandb_videos = set()
         self.bar_texts = {}
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> Run:
         """Sets up torch, signals and environments; __exit__ puts everything back as it was."""
         args = self.args
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
+            on_gpu = choose_device(args).type == "cuda"
+            stack.enter_context(torch.random.fork_rng(devices=[0] if on_gpu else []))
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
-            deterministic = args.torch_deterministic and choose_device(args).type == "cuda"
             torch.manual_seed(args.seed)
             torch.set_num_threads(args.num_threads)
             torch.set_float32_matmul_precision(args.matmul_precision)
-            torch.set_deterministic_debug_mode("warn" if deterministic else "default")
+            torch.set_deterministic_debug_mode("warn" if args.torch_deterministic and on_gpu else "default")
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, signal.SIGTERM):
                     stack.callback(signal.signal, number, signal.signal(number, self.on_signal))
@@ -664,28 +668,27 @@ class Run:
         args = self.args
         self.agent = agent
         self.rng = rng
-        if args.warm_start is not None:
-            load_networks(agent, Path(args.warm_start))
-        is_new = not (self.folder / "config.json").exists() and not (self.folder / "checkpoint.pt").exists()
-        if not is_new:
+        is_new = not self.folder.exists()
+        has_checkpoint = (self.folder / "checkpoint.pt").exists()
+        if has_checkpoint or (self.folder / "config.json").exists():
             self.check_same_run()
+        if args.warm_start is not None and not has_checkpoint:
+            load_networks(agent, Path(args.warm_start))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.metrics = open(self.folder / "metrics.jsonl", "ab")
+            self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)
             self.stack.callback(self.metrics.close)
             lock(self.metrics)
         except OSError as error:
             raise RunError(f"{self.folder} is in use by another process, or cannot be made: {error}") from None
-        if (self.folder / "checkpoint.pt").exists():
+        if has_checkpoint:
             self.load()
         else:
             self.metrics.truncate(0)
         if args.track:
             self.start_wandb(is_new)
         if args.capture_video:
-            videos = self.folder / "videos" / str(int(time.time()))
-            self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(videos), disable_logger=True)
-            self.stack.callback(self.eval_env.close)
+            self.record_videos(self.folder / "videos" / str(int(time.time())))
         if not self.is_over():
             self.save_config("running")
         self.start_step = self.saved_step = self.global_step
@@ -693,13 +696,17 @@ class Run:
         self.bar = tqdm(
             total=args.total_timesteps,
             initial=self.global_step,
-            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining}",
+            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining} left",
             unit="",
             smoothing=0,
             disable=not sys.stderr.isatty(),
         )
         self.stack.callback(self.bar.close)
         print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
+
+    def record_videos(self, folder: Path, episode_trigger: Callable[[int], bool] | None = None) -> None:
+        self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(folder), episode_trigger, disable_logger=True)
+        self.stack.callback(self.eval_env.close)
 
     def check_same_run(self) -> None:
         """A run belongs to its script and its arguments."""
@@ -732,20 +739,21 @@ class Run:
                 shutil.rmtree(self.folder)
             raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
 
+    def is_complete(self) -> bool:
+        out_of_episodes = self.args.total_episodes is not None and self.episode >= self.args.total_episodes
+        return out_of_episodes or self.global_step >= self.args.total_timesteps
+
     def is_over(self) -> bool:
-        args = self.args
-        out_of_steps = self.global_step >= args.total_timesteps
-        out_of_episodes = args.total_episodes is not None and self.episode >= args.total_episodes
-        return out_of_steps or out_of_episodes or self.stop_signal != 0
+        return self.is_complete() or self.stop_signal != 0
 
     def episode_seed(self) -> int:
         """With its own seed for each episode, the end of an episode is a complete state of the run."""
         return int(np.random.SeedSequence((self.env_seed, self.episode)).generate_state(1)[0])
 
-    def evaluate(self, agent: Agent, number: int) -> dict[str, float]:
+    def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
-        self.eval_returns = [*self.eval_returns, evaluate(agent, self.eval_env, seed)][-100:]
+        self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
         return {"charts/eval_return": self.eval_returns[-1], "charts/eval_return_mean100": mean}
 
@@ -757,9 +765,10 @@ class Run:
             self.show(row)
         for name, value in row.items():
             require_finite(name, value)
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            self.metrics.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-            self.metrics.flush()
+            if self.metrics.write(line) < len(line):
+                raise OSError("the disk is full")
         except OSError as error:
             raise RunError(f"{self.folder} cannot be written at step {self.global_step}: {error}", code=1) from None
         if self.wandb is not None:
@@ -801,7 +810,7 @@ class Run:
             self.save()
         self.bar.close()
         ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
-        if self.stop_signal:
+        if self.stop_signal and not self.is_complete():
             command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
             raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
         self.save_config("finished")
@@ -810,19 +819,18 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint, from which the run goes on as if nothing had happened."""
-        self.metrics.flush()
-        os.fsync(self.metrics.fileno())
         state = {
             "agent": {name: part.state_dict() for name, part in vars(self.agent).items()},
             "global_step": self.global_step,
             "episode": self.episode,
             "eval_returns": self.eval_returns,
-            "metrics_size": self.metrics.tell(),
+            "metrics_size": os.fstat(self.metrics.fileno()).st_size,
             "numpy_rng": self.rng.bit_generator.state,
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         }
         with replacing(self.folder / "checkpoint.pt") as file:
+            os.fsync(self.metrics.fileno())  # the checkpoint counts on these rows
             torch.save(state, file)
         self.saved_step = self.global_step
         self.saved_time = time.time()
@@ -841,7 +849,7 @@ class Run:
             size = int(state["metrics_size"])
         except Exception as error:
             raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
-        if self.metrics.tell() < size:
+        if os.fstat(self.metrics.fileno()).st_size < size:
             raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
         self.metrics.truncate(size)  # what came after the checkpoint will come again
 
@@ -861,6 +869,10 @@ class Run:
 
 
 # ---------------------------------------------------------------------------- the command line
+def every_episode(_: int) -> bool:
+    return True
+
+
 def evaluate_checkpoint(args: Args) -> None:
     """Prints the returns of the agent in a checkpoint."""
     folder = Path(args.evaluate)
@@ -868,12 +880,8 @@ def evaluate_checkpoint(args: Args) -> None:
         agent = Agent(run.env.observation_space, run.env.action_space, args)
         load_networks(agent, folder)
         if args.capture_video:
-            videos = folder / "videos" / f"evaluate-{int(time.time())}"
-            run.eval_env = gym.wrappers.RecordVideo(
-                run.eval_env, str(videos), record_every_episode, disable_logger=True
-            )
-            run.stack.callback(run.eval_env.close)
-        returns = [run.evaluate(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
+            run.record_videos(folder / "videos" / f"evaluate-{int(time.time())}", every_episode)
+        returns = [run.evaluation_row(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
     print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
 
 

@@ -5,12 +5,15 @@
 # ///
 """IV-SAC: soft actor-critic that weighs its samples by inverse variance (paper Sec. 3, Algorithms 3 and 4).
 
-Each of N members is a policy with twin critics that predict the mean and the variance of Q. The ensemble, as a mixture
-of Gaussians, tells how uncertain the target is at (s', a') and the critic at (s, a); Batch Inverse-Variance (BIV)
-weights let uncertain samples count less in both losses. Loss attenuation absorbs the other noise of the targets.
+Each of N members is a policy with twin critics that predict the mean and the variance of Q. The ensemble is a mixture
+of Gaussians, whose variance tells how uncertain the critics are: at (s', a') for their own loss, at the policy's (s, a)
+for the actors'. Batch Inverse-Variance (BIV) weights let uncertain samples count less in both. Loss attenuation
+absorbs the other noise of the targets.
 
     python ivsac.py --env-id Walker2d-v5 --seed 3
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -24,7 +27,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -41,7 +44,7 @@ from tqdm import tqdm
 
 @dataclass
 class IVSACArgs:
-    """The algorithm, in the paper's symbols."""
+    """The algorithm; where the paper has a symbol, the comment begins with it."""
 
     env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions
     total_timesteps: int = 200_000  # environment steps after which the run ends
@@ -53,61 +56,33 @@ class IVSACArgs:
     learning_starts: int = 1000  # environment steps, with random actions, before the first update
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
-    batch_size: int = 1024  # K: minibatch size, as many as survive the mask on average
-    policy_lr: float = 3e-4  # actor lr: learning rate of the policies
-    q_lr: float = 3e-4  # critic lr: learning rate of the critics
-    alpha_lr: float = 3e-4  # learning rate of the temperatures
-    autotune: bool = True  # tune the temperatures to the target entropy -|A|
-    alpha: float = 0.2  # alpha: the temperature, if it is not tuned
-    gamma: float = 0.99  # gamma: discount rate
-    tau: float = 0.005  # tau: rate of the soft target update
+    batch_size: int = 1024  # K: samples that a member learns from in an update: K / p_m are drawn, and masked
+    policy_lr: float = 3e-4  # learning rate of the actor
+    q_lr: float = 3e-4  # learning rate of the critics
+    alpha_lr: float = 3e-4  # learning rate of alpha
+    autotune: bool = True  # tune alpha to the target entropy -|A|
+    alpha: float = 0.2  # the temperature, if it is not tuned
+    gamma: float = 0.99  # discount rate
+    tau: float = 0.005  # rate of the soft target update
     mask_prob: float = 0.9  # p_m: probability that a member learns from a transition
     ucb: float = 10.0  # Lambda_UCB: weight of the critics' spread in acting (0: one member acts for each episode)
-    variance_heads: bool = True  # sigma^2: networks predict variances (no: sampled ensemble, no L_LA)
-    terminal_variance: bool = True  # terminal targets have a variance like any other (no: they have variance 0)
+    variance_heads: bool = True  # sigma^2: networks predict variances (--no-...: sampled ensemble, no L_LA)
+    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: 0)
     weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the samples in both losses
-    mebs_ratio: float = 0.8  # MEBS/K: minimal effective batch size, as a share of the unmasked minibatch
-    xi: float | None = None  # xi: constant xi in place of a minimal effective batch size
+    mebs_ratio: float = 0.8  # MEBS/K: minimal effective batch size, as a share of the unmasked samples
+    xi: float | None = None  # constant xi in place of a minimal effective batch size
     loss_attenuation_weight: float = 2.5  # lambda: weight of loss attenuation L_LA
     sunrise_temperature: float = 20.0  # T: temperature of the SUNRISE weights
     uwac_beta: float = 0.8  # beta: scale of the UWAC weights
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
 
-
-@dataclass
-class RunArgs:
-    """Seeds, files and what is logged."""
-
-    seed: int = 1  # seed of networks, exploration and minibatches
-    env_seed: int | None = None  # seed of the environment (default: --seed)
-    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
-    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
-    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
-    torch_deterministic: bool = True  # let torch use deterministic algorithms only
-    exp_name: str = Path(__file__).stem  # name of the experiment
-    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
-    runs_dir: str = "runs"  # folder of all runs
-    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
-    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
-    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
-    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
-    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
-    eval_episodes: int = 10  # number of episodes of --evaluate
-    capture_video: bool = False  # record evaluation episodes into the run's folder
-    track: bool = False  # log to Weights & Biases as well
-    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
-    wandb_entity: str | None = None  # entity (team) at Weights & Biases
-
-
-@dataclass
-class Args(RunArgs, IVSACArgs):
-    """All arguments."""
-
     def __post_init__(self) -> None:
-        if self.num_nets == 1:  # App. A.5: a single member has no mask
+        if self.num_nets == 1:  # App. A.3, said there of IV-DQN: a mask makes no sense for a single network
             self.mask_prob = 1.0
+
+
+AlgorithmArgs = IVSACArgs  # its name in all scripts
 
 
 # ---------------------------------------------------------------------------- networks
@@ -122,17 +97,26 @@ def mlp(num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
     )
 
 
+def tanh_gaussian(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+    """The tanh of a Gaussian sample, and its log-probability."""
+    noise = torch.randn_like(mean)
+    raw = mean + log_std.exp() * noise
+    log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+    log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2), stable
+    return raw.tanh(), (log_normal - log_slope).sum(-1)
+
+
 class EnsemblePolicy(nn.Module):
     """N policies, each the tanh of a Gaussian."""
 
-    def __init__(self, num_inputs: int, num_actions: int, args: Args):
+    def __init__(self, num_inputs: int, action_size: int, args: Args):
         super().__init__()
-        self.nets = nn.ModuleList(mlp(num_inputs, args.hidden_size, 2 * num_actions) for _ in range(args.num_nets))
+        self.nets = nn.ModuleList(mlp(num_inputs, args.hidden_size, 2 * action_size) for _ in range(args.num_nets))
 
     def mean_and_log_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Of the Gaussian: (K, inputs) -> two of (N, K, A)."""
         mean, log_std = torch.stack([net(observation) for net in self.nets]).chunk(2, -1)
-        return mean, log_std.clamp(-20, 2)
+        return mean, log_std.clamp(-20, 2)  # rlkit's bounds
 
     def sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """An action of each policy (N, K, A), and its log-probability (N, K)."""
@@ -143,32 +127,30 @@ class EnsemblePolicy(nn.Module):
         return self.mean_and_log_std(observation)[0].tanh()
 
 
-def tanh_gaussian(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
-    """The tanh of a Gaussian sample, and its log-probability."""
-    noise = torch.randn_like(mean)
-    raw = mean + log_std.exp() * noise
-    log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-    log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2), stable
-    return raw.tanh(), (log_normal - log_slope).sum(-1)
+def critic_inputs(observation: Tensor, action: Tensor) -> Tensor:
+    """Observations (K, ...) beside each of the actions (..., K, A): (..., K, inputs)."""
+    return torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
+
+
+MAX_LOG_VARIANCE = 60  # so that sigma^2 and its inverse are finite in single precision
 
 
 class VarEnsembleCritic(nn.Module):
     """N pairs of variance networks (App. A.4): the first twin of each member, then the second."""
 
-    def __init__(self, num_inputs: int, num_actions: int, args: Args):
+    def __init__(self, num_inputs: int, action_size: int, args: Args):
         super().__init__()
-        sizes = (num_inputs + num_actions, args.hidden_size, 2 if args.variance_heads else 1)
+        sizes = (num_inputs + action_size, args.hidden_size, 2 if args.variance_heads else 1)
         self.variance_heads = args.variance_heads
         self.twins = nn.ModuleList(nn.ModuleList(mlp(*sizes) for _ in range(args.num_nets)) for _ in range(2))
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        """The mean of Q, of each member at its own action (N, K, A) or of all at one (K, A): (N, 2, K)."""
+        """Mean of Q by both twins of each member, at its own actions (N, K, A) or at shared ones (K, A): (N, 2, K)."""
         return self.mean_and_log_variance(observation, action)[0]
 
     def mean_and_log_variance(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and ln sigma^2 of Q, likewise."""
-        x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
-        x = x.expand(len(self.twins[0]), -1, -1)  # (N, K, inputs)
+        x = critic_inputs(observation, action).expand(len(self.twins[0]), -1, -1)  # (N, K, inputs)
         first = self.twin(0, x)
         second = self.twin(1, x)
         return torch.stack((first[0], second[0]), 1), torch.stack((first[1], second[1]), 1)
@@ -178,10 +160,10 @@ class VarEnsembleCritic(nn.Module):
         output = torch.stack([net(own) for net, own in zip(self.twins[number], x, strict=True)])
         if self.variance_heads:
             mean, log_variance = output.unbind(-1)
-            log_variance = log_variance.clamp(-60, 60)  # so that its exponential is finite
+            log_variance = log_variance.clamp(-MAX_LOG_VARIANCE, MAX_LOG_VARIANCE)
         else:  # a sampled ensemble: its members have no variance of their own
             mean = output.squeeze(-1)
-            log_variance = torch.full_like(mean, -math.inf)
+            log_variance = torch.full_like(mean, -math.inf)  # ln 0
         return mean, log_variance
 
 
@@ -230,15 +212,49 @@ class ReplayBuffer:
             array[: self.size] = state["arrays"][name].numpy()
 
 
+# ---------------------------------------------------------------------------- the agent
+class IVSAC:
+    """What learns and is saved: networks, optimisers, replay buffer."""
+
+    def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Box, args: Args):
+        num_inputs = observation_space.shape[0]
+        action_size = action_space.shape[0]
+        device = choose_device(args)
+        self.actor = EnsemblePolicy(num_inputs, action_size, args).to(device)
+        self.critic = VarEnsembleCritic(num_inputs, action_size, args).to(device)
+        self.target_critic = VarEnsembleCritic(num_inputs, action_size, args).to(device).requires_grad_(False)
+        self.target_critic.load_state_dict(self.critic.state_dict())
+        self.temperature = Temperature(args.num_nets, args).to(device)
+        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr, fused=True)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=args.q_lr, fused=True)
+        self.alpha_optimizer = torch.optim.Adam(self.temperature.parameters(), lr=args.alpha_lr, fused=True)
+        self.buffer = ReplayBuffer(
+            args.buffer_size,
+            device,
+            observation=np.zeros(num_inputs, np.float32),
+            action=np.zeros(action_size, np.float32),
+            next_observation=np.zeros(num_inputs, np.float32),
+            reward=np.float32(0),
+            terminated=np.float32(0),
+            mask=np.zeros(args.num_nets, bool),
+        )
+
+    @torch.no_grad()
+    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
+        """The average of the members' deterministic actions (App. A.4)."""
+        return self.actor.mode(to_batch(observation, self.buffer.device)).mean(0).squeeze(0).cpu().numpy()
+
+
+Agent = IVSAC  # its name in all scripts
+
+
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: Tensor, variance: Tensor) -> Tensor:
     """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
-    return (variance + (mean - mean.mean(0)) ** 2).mean(0)
+    return (variance + (mean - mean.mean(0)) ** 2).mean(0)  # as mean(s2 + mu^2) - mean(mu)^2, but stable
 
 
-def effective_batch_size(weight: Tensor) -> Tensor:
-    """EBS of each member's weights (Eq. 2): (N, K) -> (N,)."""
-    return weight.sum(-1) ** 2 / (weight**2).sum(-1)
+TINY = 1e-60  # stands for a variance of 0: the square of its inverse is still a number
 
 
 def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
@@ -250,19 +266,19 @@ def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np
     n = np.maximum(mask.sum(-1, keepdims=True), 1)
     mebs = np.minimum(mebs_ratio * n, n - 1)
     goal = np.sqrt(mebs / (n - mebs)) * (1 + 1e-6)  # a little more, so that rounding cannot leave EBS below MEBS
-    weight = mask / np.maximum(variance, 1e-60)
-    needed = weight.sum(-1, keepdims=True) ** 2 < mebs * (weight**2).sum(-1, keepdims=True)
-    xi = np.maximum((mask * variance).sum(-1, keepdims=True) / n, 1e-60)  # a first guess
+    weight = mask / np.maximum(variance, TINY)
+    needed = weight.sum(-1, keepdims=True) ** 2 < mebs * (weight**2).sum(-1, keepdims=True)  # EBS < MEBS without xi
+    xi = np.maximum((mask * variance).sum(-1, keepdims=True) / n, 1e-30)  # a first guess: the mean variance
     for _ in range(100):
         weight = mask / (variance + xi)
         square = weight * weight
         s1 = weight.sum(-1, keepdims=True)
         s2 = square.sum(-1, keepdims=True)
         s3 = (square * weight).sum(-1, keepdims=True)
-        deviation = np.sqrt(np.maximum(n * s2 - s1**2, 0))
-        slope = np.maximum(n * (s1 * s3 - s2**2), 1e-250)
-        step = deviation**2 * (goal * deviation - s1) / slope
-        step = np.clip(step, -0.9 * xi, 9 * xi)
+        deviation = np.sqrt(np.maximum(n * s2 - s1**2, 0))  # n times the standard deviation, as s1 is n times the mean
+        # Newton's step to s1 / deviation = goal; the slope of the left side is n (s1 s3 - s2^2) / deviation^3.
+        step = (goal * deviation - s1) * deviation**2 / np.maximum(n * (s1 * s3 - s2**2), 1e-200)
+        step = np.clip(step, -0.9 * xi, 9 * xi)  # xi stays positive
         xi = xi + step
         if (abs(step) <= 1e-7 * xi)[needed].all():
             break
@@ -271,33 +287,31 @@ def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np
 
 def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.ndarray:
     """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 1)."""
-    weight = mask / np.maximum(variance + xi, 1e-60)
-    return weight / np.maximum(weight.sum(-1, keepdims=True), 1e-60)
+    weight = mask / np.maximum(variance + xi, TINY)
+    return weight / np.maximum(weight.sum(-1, keepdims=True), TINY)
 
 
-def inverse_variance(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
-    """BIV weights by a constant xi or each member's smallest with EBS >= MEBS (Alg. 2, lines 23-24), and that xi."""
-    noise = variance.double().cpu().numpy()
+def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+    """BIV weights (N, K) by a constant xi or by the smallest with EBS >= MEBS, and that xi (N, 1).
+
+    Alg. 2 estimates xi before it masks the minibatch (lines 23-24); we mask first, as Alg. 3 does (lines 21-24).
+    """
+    variances = variance.double().cpu().numpy()  # in double precision: EBS is to reach MEBS exactly
     unmasked = mask.cpu().numpy()
-    require_finite("a variance", noise)
     if args.xi is None:
-        xi = smallest_xi(noise, unmasked, args.mebs_ratio)
+        xi = smallest_xi(variances, unmasked, args.mebs_ratio)
     else:
-        xi = np.full((len(noise), 1), args.xi)
-    weight = biv_weights(noise, unmasked, xi)
+        xi = np.full((len(variances), 1), args.xi)
+    weight = biv_weights(variances, unmasked, xi)
     return torch.from_numpy(weight).to(variance), torch.from_numpy(xi)
 
 
-def uniform_weights(mask: Tensor) -> Tensor:
-    """The weights of a mean over each member's unmasked samples."""
-    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
-
-
 def sample_weights(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
-    """The weights of each member's unmasked samples, (N, K), and xi. BIV is the paper's; the others are App. F's."""
-    xi = torch.zeros(())
+    """The weights of each member's unmasked samples (N, K), and xi: BIV, or those of Eq. 5 and App. F (Eq. 17, 18)."""
+    require_finite("a variance", variance.cpu())
+    xi = torch.zeros(len(mask), 1)  # only BIV has one
     if args.weighting == "biv":
-        weight, xi = inverse_variance(variance, mask, args)
+        weight, xi = biv_weights_and_xi(variance, mask, args)
     elif args.weighting == "sunrise":
         weight = uniform_weights(mask) * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
     elif args.weighting == "uwac":
@@ -307,121 +321,97 @@ def sample_weights(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, 
     return weight, xi
 
 
-def predictive_variance(critic: nn.Module, observation: Tensor, action: Tensor, lower: Tensor) -> Tensor:
-    """Variance of the mixture of all members at each one's action (Alg. 4), of the twins that are the lower there.
+def predictive_variance(critic: nn.Module, observation: Tensor, action: Tensor, lower_twin: Tensor) -> Tensor:
+    """Alg. 4 at each member's own action, over the critics of the twin that is the lower there: (N, K).
 
-    Evaluating only those twins, and not both, saves a fifth of the update's arithmetic.
+    The samples are split by that twin: to evaluate both everywhere is a quarter more arithmetic (docs/speed.md).
     """
-    x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)  # (N, K, inputs)
+    x = critic_inputs(observation, action)  # (N, K, inputs)
     variance = torch.empty_like(action[..., 0])  # (N, K)
-    for number in (0, 1):
-        is_lower = lower == number
-        mean, log_variance = critic.twin(number, x[is_lower].expand(len(x), -1, -1))  # each (N, samples)
-        variance[is_lower] = mixture_variance(mean, log_variance.exp())
+    for twin in (0, 1):
+        chosen = lower_twin == twin  # (N, K)
+        shared = x[chosen].expand(len(x), -1, -1)  # the same samples for every member: (N, samples, inputs)
+        mean, log_variance = critic.twin(twin, shared)  # lines 3-6: each (N, samples)
+        variance[chosen] = mixture_variance(mean, log_variance.exp())  # lines 7-8
     return variance
 
 
 # ---------------------------------------------------------------------------- losses
+def uniform_weights(mask: Tensor) -> Tensor:
+    """The weights of a mean over each member's unmasked samples."""
+    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+
+
 def loss_attenuation(squared_error: Tensor, log_variance: Tensor, mask: Tensor) -> Tensor:
     """L_LA: Gaussian negative log-likelihood, averaged over each member's unmasked samples (Eq. 3)."""
     negative_log_likelihood = squared_error * torch.exp(-log_variance) + log_variance
     return (uniform_weights(mask) * negative_log_likelihood).sum()
 
 
-def ivsac_targets(agent: "IVSAC", batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, Tensor]:
-    """Each member's targets, and the variance of the prediction in them: two of (N, K)."""
-    # Lines 15 and 17: each member's own a', and the target with the lower twin and the entropy.
+@torch.no_grad()
+def ivsac_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+    """Each member's targets, and the variance of the prediction in them (Alg. 3, lines 15, 17, 19): two of (N, K)."""
+    # Lines 15 and 17: each member's own a'. The lower twin and the entropy are SAC's; the paper leaves them out.
     next_action, next_log_prob = agent.actor.sample(batch.next_observation)
-    next_mean, lower = agent.target_critic(batch.next_observation, next_action).min(1)
-    target = batch.reward + args.gamma * (1 - batch.terminated) * (next_mean - alpha * next_log_prob)
-    # Line 19.
-    next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action, lower)
+    next_q_values = agent.target_critic(batch.next_observation, next_action)  # (N, 2, K)
+    next_value = next_q_values.amin(1) - alpha * next_log_prob
+    target = batch.reward + args.gamma * (1 - batch.terminated) * next_value
+    # Line 19: the variance of all target critics at each member's a'.
+    lower_twin = next_q_values.argmin(1)
+    next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action, lower_twin)
     return target, next_variance
 
 
-def ivsac_actor_loss(agent: "IVSAC", batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, dict]:
+def ivsac_actor_loss(
+    agent: Agent, batch: SimpleNamespace, mask: Tensor, alpha: Tensor, args: Args
+) -> tuple[Tensor, dict[str, Tensor]]:
     """L_actor, summed over the members (Alg. 3, lines 18 and 21-23; Eq. 15)."""
-    mask = batch.mask.T  # (N, K)
     action, log_prob = agent.actor.sample(batch.observation)
-    mean, lower = agent.critic(batch.observation, action).min(1)  # (N, K)
+    q_values = agent.critic(batch.observation, action)  # (N, 2, K)
     with torch.no_grad():
-        variance = predictive_variance(agent.critic, batch.observation, action, lower)  # line 18
-        weight, xi = sample_weights(variance, mask, args)  # line 22
-    loss = (weight * (alpha * log_prob - mean)).sum()  # line 23
+        # Lines 18 and 22: the weights, by the variance of all critics at each member's own a.
+        lower_twin = q_values.argmin(1)
+        variance = predictive_variance(agent.critic, batch.observation, action, lower_twin)  # (N, K)
+        weight, xi = sample_weights(variance, mask, args)
+    # Line 23.
+    loss = (weight * (alpha * log_prob - q_values.amin(1))).sum()
     return loss, {"log_prob": log_prob.detach(), "variance": variance, "weight": weight, "xi": xi}
 
 
 def ivsac_critic_loss(
-    agent: "IVSAC", batch: SimpleNamespace, target: Tensor, next_variance: Tensor, args: Args
-) -> tuple[Tensor, dict]:
-    """L_IVRL of both twins, summed over the members (Alg. 3, lines 16 and 24-25; Eq. 10)."""
-    mask = batch.mask.T  # (N, K)
-    # Line 24: the weights, by the variance of the target (Eq. 9).
-    variance = next_variance
-    if args.weighting == "biv":
-        variance = args.gamma**2 * next_variance
-        if not args.terminal_variance:
-            variance = variance * (1 - batch.terminated)
+    agent: Agent, batch: SimpleNamespace, mask: Tensor, target: Tensor, next_variance: Tensor, args: Args
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """L_IVRL of both twins, summed over the members (Alg. 3, lines 16, 21 and 24-25; Eq. 10)."""
+    # Line 24: the weights, by the variance of the targets.
+    target_variance = args.gamma**2 * next_variance  # the part of Eq. 9 that the ensemble knows
+    if not args.terminal_variance:
+        target_variance = target_variance * (1 - batch.terminated)
+    # SUNRISE and UWAC weigh by the variance at (s', a') itself.
+    variance = target_variance if args.weighting == "biv" else next_variance
     weight, xi = sample_weights(variance, mask, args)  # (N, K), (N, 1)
-    # Lines 16 and 25.
+    # Lines 16 and 25: both twins' predictions at (s, a), and the loss.
     mean, log_variance = agent.critic.mean_and_log_variance(batch.observation, batch.action)  # each (N, 2, K)
     squared_error = (mean - target.unsqueeze(1)) ** 2
     biv = (weight.unsqueeze(1) * squared_error).sum()  # Eq. 1
-    loss = biv
-    attenuation = torch.zeros(())
     if args.variance_heads:
         attenuation = loss_attenuation(squared_error, log_variance, mask.unsqueeze(1))  # Eq. 3
-        loss = biv + args.loss_attenuation_weight * attenuation  # Eq. 10
+    else:
+        attenuation = torch.zeros(())
+    loss = biv + args.loss_attenuation_weight * attenuation  # Eq. 10
     tensors = {"mean": mean, "log_variance": log_variance, "biv": biv, "attenuation": attenuation}
     return loss, tensors | {"variance": variance, "weight": weight, "xi": xi}
 
 
-def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, num_actions: int) -> Tensor:
+def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, action_size: int) -> Tensor:
     """Raises alpha where a policy's entropy is below the target entropy -|A|, and lowers it where it is above."""
-    surplus = log_prob - num_actions  # target entropy - entropy
-    return -(temperature.log_alpha * uniform_weights(mask) * surplus).sum()
+    shortfall = log_prob - action_size  # the target entropy -|A| minus the entropy, estimated by -log_prob
+    return -(temperature.log_alpha * uniform_weights(mask) * shortfall).sum()
 
 
 def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-
-
-def ivsac_update(agent: "IVSAC", batch: SimpleNamespace, args: Args) -> tuple[dict[str, Tensor], dict, dict]:
-    """A gradient step for every member; they share no parameters (Alg. 3, lines 13-27)."""
-    alpha = agent.temperature.log_alpha.detach().exp()  # (N, 1)
-    with torch.no_grad():
-        target, next_variance = ivsac_targets(agent, batch, alpha, args)
-    agent.critic.requires_grad_(False)  # the actors' step needs no gradient of them
-    actor_loss, actor_tensors = ivsac_actor_loss(agent, batch, alpha, args)
-    minimize(agent.actor_optimizer, actor_loss)
-    agent.critic.requires_grad_(True)
-    num_actions = batch.action.shape[-1]
-    alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], batch.mask.T, num_actions)
-    if args.autotune:
-        minimize(agent.alpha_optimizer, alpha_loss)
-    critic_loss, critic_tensors = ivsac_critic_loss(agent, batch, target, next_variance, args)
-    minimize(agent.critic_optimizer, critic_loss)
-    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
-    losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
-    return losses, critic_tensors, actor_tensors
-
-
-def ivsac_metrics(losses: dict[str, Tensor], critic: dict[str, Tensor], actor: dict[str, Tensor]) -> dict[str, float]:
-    """What is logged of an update."""
-    metrics = {f"losses/{name}": loss.item() for name, loss in losses.items()}
-    metrics["losses/q_values"] = critic["mean"].mean().item()
-    metrics["losses/critic_biv"] = critic["biv"].item()
-    metrics["losses/critic_attenuation"] = critic["attenuation"].item()
-    metrics["uncertainty/predicted_variance_mean"] = critic["log_variance"].exp().mean().item()
-    for name, tensors in (("critic", critic), ("actor", actor)):
-        metrics[f"uncertainty/{name}_variance_mean"] = tensors["variance"].mean().item()
-        metrics[f"uncertainty/{name}_variance_median"] = tensors["variance"].median().item()
-        metrics[f"uncertainty/{name}_weight_max"] = tensors["weight"].max().item()
-        metrics[f"uncertainty/{name}_effective_batch_size"] = effective_batch_size(tensors["weight"]).nanmean().item()
-        metrics[f"uncertainty/{name}_xi"] = tensors["xi"].mean().item()
-    return metrics
 
 
 @torch.no_grad()
@@ -431,52 +421,62 @@ def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
         target_parameter.lerp_(parameter, tau)
 
 
+def ivsac_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict, dict, dict]:
+    """A gradient step for every member; they share no parameters (Alg. 3, lines 13-27)."""
+    mask = batch.mask.T  # line 21: (N, K)
+    alpha = agent.temperature.log_alpha.detach().exp()  # (N, 1)
+    target, next_variance = ivsac_targets(agent, batch, alpha, args)
+    agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
+    actor_loss, actor_tensors = ivsac_actor_loss(agent, batch, mask, alpha, args)
+    minimize(agent.actor_optimizer, actor_loss)
+    agent.critic.requires_grad_(True)
+    alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], mask, batch.action.shape[-1])
+    if args.autotune:
+        minimize(agent.alpha_optimizer, alpha_loss)
+    critic_loss, critic_tensors = ivsac_critic_loss(agent, batch, mask, target, next_variance, args)
+    minimize(agent.critic_optimizer, critic_loss)
+    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
+    losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
+    return losses, critic_tensors, actor_tensors
+
+
+def effective_batch_size(weight: Tensor) -> Tensor:
+    """EBS of each member's weights (Eq. 2): (N, K) -> (N,)."""
+    return weight.sum(-1) ** 2 / (weight**2).sum(-1)
+
+
+def ivsac_metrics(losses: dict, critic_tensors: dict, actor_tensors: dict) -> dict[str, float]:
+    """What is logged of an update."""
+    metrics = {f"losses/{name}": loss.item() for name, loss in losses.items()}
+    metrics["losses/q_values"] = critic_tensors["mean"].mean().item()
+    metrics["losses/critic_biv"] = critic_tensors["biv"].item()
+    metrics["losses/critic_attenuation"] = critic_tensors["attenuation"].item()
+    metrics["uncertainty/predicted_variance_mean"] = critic_tensors["log_variance"].exp().mean().item()
+    for name, tensors in (("critic", critic_tensors), ("actor", actor_tensors)):
+        ebs = effective_batch_size(tensors["weight"])  # nan for a member whose samples are all masked
+        metrics[f"uncertainty/{name}_effective_batch_size"] = ebs.nanmean().item()
+        metrics[f"uncertainty/{name}_variance_mean"] = tensors["variance"].mean().item()
+        metrics[f"uncertainty/{name}_variance_median"] = tensors["variance"].median().item()
+        metrics[f"uncertainty/{name}_weight_max"] = tensors["weight"].max().item()
+        metrics[f"uncertainty/{name}_xi"] = tensors["xi"].mean().item()
+    return metrics
+
+
 # ---------------------------------------------------------------------------- acting and evaluation
 def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
     return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
 
 
 @torch.no_grad()
-def ucb_action(agent: "Agent", observation: np.ndarray, member: int, args: Args) -> tuple[np.ndarray, int, float]:
+def ucb_action(agent: Agent, observation: np.ndarray, member: int, args: Args) -> tuple[np.ndarray, int, float]:
     """The action of the member with the highest UCB, or of the given one if --ucb 0 (Alg. 3, lines 4-5)."""
-    x = to_batch(observation, agent.buffer.device)
-    actions = agent.actor.sample(x)[0].squeeze(1)  # (N, A)
-    std, mean = torch.std_mean(agent.critic(x, actions), (0, 1), unbiased=False)  # over all 2N critics: (N,)
+    state = to_batch(observation, agent.buffer.device)  # (1, inputs)
+    actions = agent.actor.sample(state)[0].squeeze(1)  # (N, A)
+    q_values = agent.critic(state, actions)  # both twins of every member, at each action: (N, 2, N)
+    std, mean = torch.std_mean(q_values, (0, 1), unbiased=False)  # over the 2N critics: (N,)
     if args.ucb > 0:
         member = int((mean + args.ucb * std).argmax())
     return actions[member].cpu().numpy(), member, std[member].item()
-
-
-class IVSAC:
-    """What learns and is saved: networks, optimisers, replay buffer."""
-
-    def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Box, args: Args):
-        num_inputs = observation_space.shape[0]
-        num_actions = action_space.shape[0]
-        device = choose_device(args)
-        self.actor = EnsemblePolicy(num_inputs, num_actions, args).to(device)
-        self.critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device)
-        self.target_critic = VarEnsembleCritic(num_inputs, num_actions, args).to(device).requires_grad_(False)
-        self.target_critic.load_state_dict(self.critic.state_dict())
-        self.temperature = Temperature(args.num_nets, args).to(device)
-        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr, fused=True)
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=args.q_lr, fused=True)
-        self.alpha_optimizer = torch.optim.Adam(self.temperature.parameters(), lr=args.alpha_lr, fused=True)
-        self.buffer = ReplayBuffer(
-            args.buffer_size,
-            device,
-            observation=np.zeros(num_inputs, np.float32),
-            action=np.zeros(num_actions, np.float32),
-            next_observation=np.zeros(num_inputs, np.float32),
-            reward=np.float32(0),
-            terminated=np.float32(0),
-            mask=np.zeros(args.num_nets, bool),
-        )
-
-    @torch.no_grad()
-    def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The average of the members' deterministic actions (App. A.4)."""
-        return self.actor.mode(to_batch(observation, self.buffer.device)).mean(0).squeeze(0).cpu().numpy()
 
 
 def scaled_actions(env: gym.Env) -> gym.Env:
@@ -487,14 +487,11 @@ def scaled_actions(env: gym.Env) -> gym.Env:
     return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
 
 
-# What the rest of the file calls by one name in all scripts.
-AlgorithmArgs = IVSACArgs
-Agent = IVSAC
-adapt_actions = scaled_actions
+adapt_actions = scaled_actions  # its name in all scripts
 
 
-def evaluate(agent: Agent, env: gym.Env, seed: int) -> float:
-    """The return of one episode."""
+def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
+    """The return of one evaluation episode."""
     rng = np.random.default_rng(seed)
     observation, _ = env.reset(seed=seed)
     episodic_return = 0.0
@@ -511,14 +508,17 @@ def train(args: Args) -> Path:
     """Algorithm 3, line by line; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = IVSAC(env.observation_space, env.action_space, args)
+        agent = Agent(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
+        # The K of all shapes above: about batch_size of them survive a member's mask.
+        sample_size = round(args.batch_size / args.mask_prob)
+        num_updates = round(args.rollout_length * args.updates_per_step)
+        if num_updates == 0:
+            raise RunError("--rollout-length times --updates-per-step must be at least 1")
         run.start(agent, rng)
-        sample_size = round(args.batch_size / args.mask_prob)  # of which about batch_size survive a member's mask
-        num_updates = max(1, round(args.rollout_length * args.updates_per_step))
         while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
-            member = int(rng.integers(args.num_nets))  # acts for the whole episode if --ucb 0
+            episode_member = int(rng.integers(args.num_nets))  # acts for the whole episode if --ucb 0
             episodic_return = 0.0
             episodic_length = 0
             done = False
@@ -527,9 +527,10 @@ def train(args: Args) -> Path:
                 # Lines 4-6: act.
                 if run.global_step <= args.learning_starts:
                     action = rng.uniform(-1, 1, env.action_space.shape).astype(np.float32)
+                    member = episode_member
                     ucb_std = 0.0
                 else:
-                    action, member, ucb_std = ucb_action(agent, observation, member, args)
+                    action, member, ucb_std = ucb_action(agent, observation, episode_member, args)
                 next_observation, reward, terminated, truncated, _ = env.step(action)
                 done = terminated or truncated
                 episodic_return += reward
@@ -544,19 +545,19 @@ def train(args: Args) -> Path:
                     mask=rng.random(args.num_nets) < args.mask_prob,
                 )
                 observation = next_observation
-                # Line 11: after each rollout, as many gradient steps.
+                # Line 11. The optimization steps follow an episode there, and every --rollout-length steps here.
                 steps_to_learn = run.global_step % args.rollout_length
                 if run.global_step >= args.learning_starts and steps_to_learn == 0:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(sample_size, rng)  # line 12
                         losses, critic_tensors, actor_tensors = ivsac_update(agent, batch, args)  # lines 13-27
                         require_finite("a loss", sum(losses.values()).item())
-                        run.show_progress(args.rollout_length * (1 - (update + 1) / num_updates))
+                        run.show_progress(args.rollout_length * (num_updates - update - 1) / num_updates)
                     if run.global_step % args.log_every == 0:
                         row = {"exploration/ucb_std": ucb_std, "exploration/acting_member": member}
                         run.log(ivsac_metrics(losses, critic_tensors, actor_tensors) | row)
                 if args.eval_every and run.global_step % args.eval_every == 0:
-                    run.log(run.evaluate(agent, run.global_step))
+                    run.log(run.evaluation_row(agent, run.global_step))
                 run.show_progress(steps_to_learn)
             if done:
                 run.episode += 1
@@ -585,7 +586,7 @@ SHOWN = {
     "charts/episode": "episode",
     "charts/episodic_return": "return",
     "charts/eval_return": "eval",
-    "charts/eval_return_mean100": "mean100",
+    "charts/eval_return_mean100": "mean",
 }
 MAX_INPUTS = 10_000  # numbers in an observation: an MLP is not made for pictures
 # The smallest and the largest value of each number, for the arguments of all scripts.
@@ -642,11 +643,42 @@ class RunError(Exception):
 
 
 def require_finite(name: str, value: Any) -> None:
-    if not np.isfinite(value).all():
+    if not np.isfinite(np.asarray(value)).all():
         raise FloatingPointError(f"{name} is not finite")
 
 
 # ---------------------------------------------------------------------------- arguments
+@dataclass
+class RunArgs:
+    """Seeds, files and what is logged."""
+
+    seed: int = 1  # seed of networks, exploration and minibatches
+    env_seed: int | None = None  # seed of the environment (default: --seed)
+    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
+    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
+    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
+    torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
+    runs_dir: str = "runs"  # folder of all runs
+    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
+    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
+    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
+    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
+    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
+    eval_episodes: int = 10  # number of episodes of --evaluate
+    capture_video: bool = False  # record evaluation episodes into the run's folder
+    track: bool = False  # log to Weights & Biases as well
+    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # entity (team) at Weights & Biases
+
+
+@dataclass
+class Args(RunArgs, AlgorithmArgs):
+    """All arguments."""
+
+
 def is_of_type(value: Any, kind: Any) -> bool:
     """Whether a value is what the annotation of an argument says."""
     if get_origin(kind) is Literal:
@@ -696,9 +728,8 @@ def read_env_kwargs(args: Args) -> dict[str, Any]:
 
 def run_folder(args: Args) -> Path:
     name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    return Path(
-        args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name)
-    )  # no separators, no leading dots: it stays in there
+    # No separators and no leading dots: the folder stays in --runs-dir.
+    return Path(args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -737,7 +768,7 @@ def parse_command_line() -> Args:
     folder = Path(args.evaluate) if args.evaluate else run_folder(args)
     if args.evaluate or (args.resume and (folder / "config.json").exists()):
         here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
-        args = parse(read_config(folder)["args"] | here)
+        args = parse(read_config(folder)["args"] | here | {"track": False, "capture_video": False})
     return args
 
 
@@ -788,10 +819,6 @@ def make_eval_env(args: Args) -> gym.Env:
     return env
 
 
-def record_every_episode(_: int) -> bool:
-    return True
-
-
 # ---------------------------------------------------------------------------- checkpoints
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -827,6 +854,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error}", code=1) from None
 
 
@@ -856,19 +884,19 @@ class Run:
         self.wandb_videos = set()
         self.bar_texts = {}
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> Run:
         """Sets up torch, signals and environments; __exit__ puts everything back as it was."""
         args = self.args
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
+            on_gpu = choose_device(args).type == "cuda"
+            stack.enter_context(torch.random.fork_rng(devices=[0] if on_gpu else []))
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
-            deterministic = args.torch_deterministic and choose_device(args).type == "cuda"
             torch.manual_seed(args.seed)
             torch.set_num_threads(args.num_threads)
             torch.set_float32_matmul_precision(args.matmul_precision)
-            torch.set_deterministic_debug_mode("warn" if deterministic else "default")
+            torch.set_deterministic_debug_mode("warn" if args.torch_deterministic and on_gpu else "default")
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, signal.SIGTERM):
                     stack.callback(signal.signal, number, signal.signal(number, self.on_signal))
@@ -901,28 +929,27 @@ class Run:
         args = self.args
         self.agent = agent
         self.rng = rng
-        if args.warm_start is not None:
-            load_networks(agent, Path(args.warm_start))
-        is_new = not (self.folder / "config.json").exists() and not (self.folder / "checkpoint.pt").exists()
-        if not is_new:
+        is_new = not self.folder.exists()
+        has_checkpoint = (self.folder / "checkpoint.pt").exists()
+        if has_checkpoint or (self.folder / "config.json").exists():
             self.check_same_run()
+        if args.warm_start is not None and not has_checkpoint:
+            load_networks(agent, Path(args.warm_start))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.metrics = open(self.folder / "metrics.jsonl", "ab")
+            self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)
             self.stack.callback(self.metrics.close)
             lock(self.metrics)
         except OSError as error:
             raise RunError(f"{self.folder} is in use by another process, or cannot be made: {error}") from None
-        if (self.folder / "checkpoint.pt").exists():
+        if has_checkpoint:
             self.load()
         else:
             self.metrics.truncate(0)
         if args.track:
             self.start_wandb(is_new)
         if args.capture_video:
-            videos = self.folder / "videos" / str(int(time.time()))
-            self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(videos), disable_logger=True)
-            self.stack.callback(self.eval_env.close)
+            self.record_videos(self.folder / "videos" / str(int(time.time())))
         if not self.is_over():
             self.save_config("running")
         self.start_step = self.saved_step = self.global_step
@@ -930,13 +957,17 @@ class Run:
         self.bar = tqdm(
             total=args.total_timesteps,
             initial=self.global_step,
-            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining}",
+            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining} left",
             unit="",
             smoothing=0,
             disable=not sys.stderr.isatty(),
         )
         self.stack.callback(self.bar.close)
         print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
+
+    def record_videos(self, folder: Path, episode_trigger: Callable[[int], bool] | None = None) -> None:
+        self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(folder), episode_trigger, disable_logger=True)
+        self.stack.callback(self.eval_env.close)
 
     def check_same_run(self) -> None:
         """A run belongs to its script and its arguments."""
@@ -969,20 +1000,21 @@ class Run:
                 shutil.rmtree(self.folder)
             raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
 
+    def is_complete(self) -> bool:
+        out_of_episodes = self.args.total_episodes is not None and self.episode >= self.args.total_episodes
+        return out_of_episodes or self.global_step >= self.args.total_timesteps
+
     def is_over(self) -> bool:
-        args = self.args
-        out_of_steps = self.global_step >= args.total_timesteps
-        out_of_episodes = args.total_episodes is not None and self.episode >= args.total_episodes
-        return out_of_steps or out_of_episodes or self.stop_signal != 0
+        return self.is_complete() or self.stop_signal != 0
 
     def episode_seed(self) -> int:
         """With its own seed for each episode, the end of an episode is a complete state of the run."""
         return int(np.random.SeedSequence((self.env_seed, self.episode)).generate_state(1)[0])
 
-    def evaluate(self, agent: Agent, number: int) -> dict[str, float]:
+    def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
-        self.eval_returns = [*self.eval_returns, evaluate(agent, self.eval_env, seed)][-100:]
+        self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
         return {"charts/eval_return": self.eval_returns[-1], "charts/eval_return_mean100": mean}
 
@@ -994,9 +1026,10 @@ class Run:
             self.show(row)
         for name, value in row.items():
             require_finite(name, value)
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            self.metrics.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-            self.metrics.flush()
+            if self.metrics.write(line) < len(line):
+                raise OSError("the disk is full")
         except OSError as error:
             raise RunError(f"{self.folder} cannot be written at step {self.global_step}: {error}", code=1) from None
         if self.wandb is not None:
@@ -1038,7 +1071,7 @@ class Run:
             self.save()
         self.bar.close()
         ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
-        if self.stop_signal:
+        if self.stop_signal and not self.is_complete():
             command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
             raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
         self.save_config("finished")
@@ -1047,19 +1080,18 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint, from which the run goes on as if nothing had happened."""
-        self.metrics.flush()
-        os.fsync(self.metrics.fileno())
         state = {
             "agent": {name: part.state_dict() for name, part in vars(self.agent).items()},
             "global_step": self.global_step,
             "episode": self.episode,
             "eval_returns": self.eval_returns,
-            "metrics_size": self.metrics.tell(),
+            "metrics_size": os.fstat(self.metrics.fileno()).st_size,
             "numpy_rng": self.rng.bit_generator.state,
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         }
         with replacing(self.folder / "checkpoint.pt") as file:
+            os.fsync(self.metrics.fileno())  # the checkpoint counts on these rows
             torch.save(state, file)
         self.saved_step = self.global_step
         self.saved_time = time.time()
@@ -1078,7 +1110,7 @@ class Run:
             size = int(state["metrics_size"])
         except Exception as error:
             raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
-        if self.metrics.tell() < size:
+        if os.fstat(self.metrics.fileno()).st_size < size:
             raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
         self.metrics.truncate(size)  # what came after the checkpoint will come again
 
@@ -1098,6 +1130,10 @@ class Run:
 
 
 # ---------------------------------------------------------------------------- the command line
+def every_episode(_: int) -> bool:
+    return True
+
+
 def evaluate_checkpoint(args: Args) -> None:
     """Prints the returns of the agent in a checkpoint."""
     folder = Path(args.evaluate)
@@ -1105,12 +1141,8 @@ def evaluate_checkpoint(args: Args) -> None:
         agent = Agent(run.env.observation_space, run.env.action_space, args)
         load_networks(agent, folder)
         if args.capture_video:
-            videos = folder / "videos" / f"evaluate-{int(time.time())}"
-            run.eval_env = gym.wrappers.RecordVideo(
-                run.eval_env, str(videos), record_every_episode, disable_logger=True
-            )
-            run.stack.callback(run.eval_env.close)
-        returns = [run.evaluate(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
+            run.record_videos(folder / "videos" / f"evaluate-{int(time.time())}", every_episode)
+        returns = [run.evaluation_row(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
     print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
 
 

@@ -3,13 +3,15 @@
 # dependencies = ["torch==2.13.0", "gymnasium[box2d,classic-control,mujoco]==1.4.0", "mujoco==3.17.0", "numpy==2.4.6",
 #   "tyro==1.0.16", "tqdm==4.70.1", "wandb==0.31.0", "moviepy==2.2.1"]
 # ///
-"""SAC: soft actor-critic with twin critics and a tuned temperature (Haarnoja et al. 2018; paper Sec. 4.3).
+"""SAC: soft actor-critic with twin critics and a tuned temperature (Haarnoja et al. 2018; paper Sec. 4.2).
 
 A policy maximises its twin critics' lower value plus its entropy. The critics learn it by temporal differences from a
 replay buffer. This is the plainest of the continuous scripts; the others are built upon it.
 
     python sac.py --env-id Walker2d-v5 --seed 3
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -23,7 +25,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -40,7 +42,7 @@ from tqdm import tqdm
 
 @dataclass
 class SACArgs:
-    """The algorithm, in the paper's symbols."""
+    """The algorithm; where the paper has a symbol, the comment begins with it."""
 
     env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions
     total_timesteps: int = 200_000  # environment steps after which the run ends
@@ -52,46 +54,18 @@ class SACArgs:
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
     batch_size: int = 512  # K: minibatch size
-    policy_lr: float = 3e-4  # actor lr: learning rate of the policy
-    q_lr: float = 3e-4  # critic lr: learning rate of the critics
-    alpha_lr: float = 3e-4  # learning rate of the temperature
-    autotune: bool = True  # tune the temperature to the target entropy -|A|
-    alpha: float = 0.2  # alpha: the temperature, if it is not tuned
-    gamma: float = 0.99  # gamma: discount rate
-    tau: float = 0.005  # tau: rate of the soft target update
+    policy_lr: float = 3e-4  # learning rate of the actor
+    q_lr: float = 3e-4  # learning rate of the critics
+    alpha_lr: float = 3e-4  # learning rate of alpha
+    autotune: bool = True  # tune alpha to the target entropy -|A|
+    alpha: float = 0.2  # the temperature, if it is not tuned
+    gamma: float = 0.99  # discount rate
+    tau: float = 0.005  # rate of the soft target update
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
 
 
-@dataclass
-class RunArgs:
-    """Seeds, files and what is logged."""
-
-    seed: int = 1  # seed of networks, exploration and minibatches
-    env_seed: int | None = None  # seed of the environment (default: --seed)
-    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
-    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
-    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
-    torch_deterministic: bool = True  # let torch use deterministic algorithms only
-    exp_name: str = Path(__file__).stem  # name of the experiment
-    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
-    runs_dir: str = "runs"  # folder of all runs
-    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
-    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
-    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
-    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
-    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
-    eval_episodes: int = 10  # number of episodes of --evaluate
-    capture_video: bool = False  # record evaluation episodes into the run's folder
-    track: bool = False  # log to Weights & Biases as well
-    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
-    wandb_entity: str | None = None  # entity (team) at Weights & Biases
-
-
-@dataclass
-class Args(RunArgs, SACArgs):
-    """All arguments."""
+AlgorithmArgs = SACArgs  # its name in all scripts
 
 
 # ---------------------------------------------------------------------------- networks
@@ -106,17 +80,26 @@ def mlp(num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
     )
 
 
+def tanh_gaussian(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+    """The tanh of a Gaussian sample, and its log-probability."""
+    noise = torch.randn_like(mean)
+    raw = mean + log_std.exp() * noise
+    log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+    log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2), stable
+    return raw.tanh(), (log_normal - log_slope).sum(-1)
+
+
 class Policy(nn.Module):
     """A policy: the tanh of a Gaussian."""
 
-    def __init__(self, num_inputs: int, num_actions: int, args: Args):
+    def __init__(self, num_inputs: int, action_size: int, args: Args):
         super().__init__()
-        self.net = mlp(num_inputs, args.hidden_size, 2 * num_actions)
+        self.net = mlp(num_inputs, args.hidden_size, 2 * action_size)
 
     def mean_and_log_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Of the Gaussian: (K, inputs) -> two of (K, A)."""
         mean, log_std = self.net(observation).chunk(2, -1)
-        return mean, log_std.clamp(-20, 2)
+        return mean, log_std.clamp(-20, 2)  # rlkit's bounds
 
     def sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """An action (K, A), and its log-probability (K,)."""
@@ -127,21 +110,12 @@ class Policy(nn.Module):
         return self.mean_and_log_std(observation)[0].tanh()
 
 
-def tanh_gaussian(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
-    """The tanh of a Gaussian sample, and its log-probability."""
-    noise = torch.randn_like(mean)
-    raw = mean + log_std.exp() * noise
-    log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-    log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2), stable
-    return raw.tanh(), (log_normal - log_slope).sum(-1)
-
-
 class Critic(nn.Module):
     """A pair of critics."""
 
-    def __init__(self, num_inputs: int, num_actions: int, args: Args):
+    def __init__(self, num_inputs: int, action_size: int, args: Args):
         super().__init__()
-        sizes = (num_inputs + num_actions, args.hidden_size, 1)
+        sizes = (num_inputs + action_size, args.hidden_size, 1)
         self.twins = nn.ModuleList(mlp(*sizes) for _ in range(2))
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
@@ -195,99 +169,17 @@ class ReplayBuffer:
             array[: self.size] = state["arrays"][name].numpy()
 
 
-# ---------------------------------------------------------------------------- losses
-def sac_targets(agent: "SAC", batch: SimpleNamespace, alpha: Tensor, args: Args) -> Tensor:
-    """The targets: (K,)."""
-    # Lines 15 and 17: a', and the target with the lower twin and the entropy.
-    next_action, next_log_prob = agent.actor.sample(batch.next_observation)
-    next_mean = agent.target_critic(batch.next_observation, next_action).amin(0)
-    return batch.reward + args.gamma * (1 - batch.terminated) * (next_mean - alpha * next_log_prob)
-
-
-def sac_actor_loss(agent: "SAC", batch: SimpleNamespace, alpha: Tensor) -> tuple[Tensor, dict]:
-    """SAC's actor loss (Alg. 3, line 23)."""
-    action, log_prob = agent.actor.sample(batch.observation)
-    mean = agent.critic(batch.observation, action).amin(0)  # (K,)
-    loss = (alpha * log_prob - mean).mean()
-    return loss, {"log_prob": log_prob.detach()}
-
-
-def sac_critic_loss(agent: "SAC", batch: SimpleNamespace, target: Tensor) -> tuple[Tensor, dict]:
-    """The mean squared error, summed over the twins (Alg. 3, lines 16 and 25)."""
-    mean = agent.critic(batch.observation, batch.action)  # (2, K)
-    squared_error = (mean - target) ** 2
-    loss = squared_error.mean(-1).sum()
-    return loss, {"mean": mean}
-
-
-def single_temperature_loss(temperature: Temperature, log_prob: Tensor, num_actions: int) -> Tensor:
-    """Raises alpha where the policy's entropy is below the target entropy -|A|, and lowers it where it is above."""
-    surplus = log_prob - num_actions  # target entropy - entropy
-    return -(temperature.log_alpha * surplus).mean()
-
-
-def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
-def sac_update(agent: "SAC", batch: SimpleNamespace, args: Args) -> tuple[dict[str, Tensor], dict]:
-    """A gradient step (Alg. 3, lines 13-27)."""
-    alpha = agent.temperature.log_alpha.detach().exp().squeeze()
-    with torch.no_grad():
-        target = sac_targets(agent, batch, alpha, args)
-    agent.critic.requires_grad_(False)  # the actor's step needs no gradient of it
-    actor_loss, actor_tensors = sac_actor_loss(agent, batch, alpha)
-    minimize(agent.actor_optimizer, actor_loss)
-    agent.critic.requires_grad_(True)
-    num_actions = batch.action.shape[-1]
-    alpha_loss = single_temperature_loss(agent.temperature, actor_tensors["log_prob"], num_actions)
-    if args.autotune:
-        minimize(agent.alpha_optimizer, alpha_loss)
-    critic_loss, critic_tensors = sac_critic_loss(agent, batch, target)
-    minimize(agent.critic_optimizer, critic_loss)
-    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
-    losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
-    return losses, critic_tensors
-
-
-def sac_metrics(losses: dict[str, Tensor], critic: dict[str, Tensor]) -> dict[str, float]:
-    """What is logged of an update."""
-    metrics = {f"losses/{name}": loss.item() for name, loss in losses.items()}
-    metrics["losses/q_values"] = critic["mean"].mean().item()
-    return metrics
-
-
-@torch.no_grad()
-def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
-        target_parameter.lerp_(parameter, tau)
-
-
-# ---------------------------------------------------------------------------- acting and evaluation
-def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
-    return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
-
-
-@torch.no_grad()
-def policy_action(agent: "Agent", observation: np.ndarray) -> np.ndarray:
-    """An action of the policy (Alg. 3, line 4)."""
-    action, _ = agent.actor.sample(to_batch(observation, agent.buffer.device))
-    return action.squeeze(0).cpu().numpy()
-
-
+# ---------------------------------------------------------------------------- the agent
 class SAC:
     """What learns and is saved: networks, optimisers, replay buffer."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Box, args: Args):
         num_inputs = observation_space.shape[0]
-        num_actions = action_space.shape[0]
+        action_size = action_space.shape[0]
         device = choose_device(args)
-        self.actor = Policy(num_inputs, num_actions, args).to(device)
-        self.critic = Critic(num_inputs, num_actions, args).to(device)
-        self.target_critic = Critic(num_inputs, num_actions, args).to(device).requires_grad_(False)
+        self.actor = Policy(num_inputs, action_size, args).to(device)
+        self.critic = Critic(num_inputs, action_size, args).to(device)
+        self.target_critic = Critic(num_inputs, action_size, args).to(device).requires_grad_(False)
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.temperature = Temperature(1, args).to(device)
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr, fused=True)
@@ -297,16 +189,104 @@ class SAC:
             args.buffer_size,
             device,
             observation=np.zeros(num_inputs, np.float32),
-            action=np.zeros(num_actions, np.float32),
+            action=np.zeros(action_size, np.float32),
             next_observation=np.zeros(num_inputs, np.float32),
             reward=np.float32(0),
             terminated=np.float32(0),
         )
 
     @torch.no_grad()
-    def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
         """The policy's deterministic action."""
         return self.actor.mode(to_batch(observation, self.buffer.device)).squeeze(0).cpu().numpy()
+
+
+Agent = SAC  # its name in all scripts
+
+
+# ---------------------------------------------------------------------------- losses
+@torch.no_grad()
+def sac_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args) -> Tensor:
+    """The targets (Alg. 3, lines 15 and 17): (K,)."""
+    # Lines 15 and 17. The lower twin and the entropy are SAC's; the paper leaves them out.
+    next_action, next_log_prob = agent.actor.sample(batch.next_observation)
+    next_q_values = agent.target_critic(batch.next_observation, next_action)  # (2, K)
+    next_value = next_q_values.amin(0) - alpha * next_log_prob
+    return batch.reward + args.gamma * (1 - batch.terminated) * next_value
+
+
+def sac_actor_loss(agent: Agent, batch: SimpleNamespace, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """SAC's actor loss (Alg. 3, line 23)."""
+    action, log_prob = agent.actor.sample(batch.observation)
+    q_values = agent.critic(batch.observation, action)  # (2, K)
+    # Line 23.
+    loss = (alpha * log_prob - q_values.amin(0)).mean()
+    return loss, {"log_prob": log_prob.detach()}
+
+
+def sac_critic_loss(agent: Agent, batch: SimpleNamespace, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean squared error, summed over the twins (Alg. 3, lines 16 and 25)."""
+    # Lines 16 and 25: both twins' predictions at (s, a), and the loss.
+    mean = agent.critic(batch.observation, batch.action)  # (2, K)
+    squared_error = (mean - target) ** 2
+    loss = squared_error.mean(-1).sum()
+    return loss, {"mean": mean}
+
+
+def single_temperature_loss(temperature: Temperature, log_prob: Tensor, action_size: int) -> Tensor:
+    """Raises alpha where the policy's entropy is below the target entropy -|A|, and lowers it where it is above."""
+    shortfall = log_prob - action_size  # the target entropy -|A| minus the entropy, estimated by -log_prob
+    return -(temperature.log_alpha * shortfall).mean()
+
+
+def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """Moves each target parameter by a share tau towards the online one."""
+    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
+        target_parameter.lerp_(parameter, tau)
+
+
+def sac_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict, dict]:
+    """A gradient step (Alg. 3, lines 13-27)."""
+    alpha = agent.temperature.log_alpha.detach().exp().squeeze()
+    target = sac_targets(agent, batch, alpha, args)
+    agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
+    actor_loss, actor_tensors = sac_actor_loss(agent, batch, alpha)
+    minimize(agent.actor_optimizer, actor_loss)
+    agent.critic.requires_grad_(True)
+    alpha_loss = single_temperature_loss(agent.temperature, actor_tensors["log_prob"], batch.action.shape[-1])
+    if args.autotune:
+        minimize(agent.alpha_optimizer, alpha_loss)
+    critic_loss, critic_tensors = sac_critic_loss(agent, batch, target)
+    minimize(agent.critic_optimizer, critic_loss)
+    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
+    losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
+    return losses, critic_tensors
+
+
+def sac_metrics(losses: dict, critic_tensors: dict) -> dict[str, float]:
+    """What is logged of an update."""
+    metrics = {f"losses/{name}": loss.item() for name, loss in losses.items()}
+    metrics["losses/q_values"] = critic_tensors["mean"].mean().item()
+    return metrics
+
+
+# ---------------------------------------------------------------------------- acting and evaluation
+def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
+
+
+@torch.no_grad()
+def policy_action(agent: Agent, observation: np.ndarray) -> np.ndarray:
+    """An action of the policy (Alg. 3, line 4)."""
+    action, _ = agent.actor.sample(to_batch(observation, agent.buffer.device))
+    return action.squeeze(0).cpu().numpy()
 
 
 def scaled_actions(env: gym.Env) -> gym.Env:
@@ -317,14 +297,11 @@ def scaled_actions(env: gym.Env) -> gym.Env:
     return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
 
 
-# What the rest of the file calls by one name in all scripts.
-AlgorithmArgs = SACArgs
-Agent = SAC
-adapt_actions = scaled_actions
+adapt_actions = scaled_actions  # its name in all scripts
 
 
-def evaluate(agent: Agent, env: gym.Env, seed: int) -> float:
-    """The return of one episode."""
+def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
+    """The return of one evaluation episode."""
     rng = np.random.default_rng(seed)
     observation, _ = env.reset(seed=seed)
     episodic_return = 0.0
@@ -341,10 +318,12 @@ def train(args: Args) -> Path:
     """Soft actor-critic, in the order of Algorithm 3; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = SAC(env.observation_space, env.action_space, args)
+        agent = Agent(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
+        num_updates = round(args.rollout_length * args.updates_per_step)
+        if num_updates == 0:
+            raise RunError("--rollout-length times --updates-per-step must be at least 1")
         run.start(agent, rng)
-        num_updates = max(1, round(args.rollout_length * args.updates_per_step))
         while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
             episodic_return = 0.0
@@ -370,18 +349,18 @@ def train(args: Args) -> Path:
                     terminated=terminated,
                 )
                 observation = next_observation
-                # Line 11: after each rollout, as many gradient steps.
+                # Line 11. The optimization steps follow an episode there, and every --rollout-length steps here.
                 steps_to_learn = run.global_step % args.rollout_length
                 if run.global_step >= args.learning_starts and steps_to_learn == 0:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(args.batch_size, rng)  # line 12
                         losses, critic_tensors = sac_update(agent, batch, args)  # lines 13-27
                         require_finite("a loss", sum(losses.values()).item())
-                        run.show_progress(args.rollout_length * (1 - (update + 1) / num_updates))
+                        run.show_progress(args.rollout_length * (num_updates - update - 1) / num_updates)
                     if run.global_step % args.log_every == 0:
                         run.log(sac_metrics(losses, critic_tensors))
                 if args.eval_every and run.global_step % args.eval_every == 0:
-                    run.log(run.evaluate(agent, run.global_step))
+                    run.log(run.evaluation_row(agent, run.global_step))
                 run.show_progress(steps_to_learn)
             if done:
                 run.episode += 1
@@ -410,7 +389,7 @@ SHOWN = {
     "charts/episode": "episode",
     "charts/episodic_return": "return",
     "charts/eval_return": "eval",
-    "charts/eval_return_mean100": "mean100",
+    "charts/eval_return_mean100": "mean",
 }
 MAX_INPUTS = 10_000  # numbers in an observation: an MLP is not made for pictures
 # The smallest and the largest value of each number, for the arguments of all scripts.
@@ -467,11 +446,42 @@ class RunError(Exception):
 
 
 def require_finite(name: str, value: Any) -> None:
-    if not np.isfinite(value).all():
+    if not np.isfinite(np.asarray(value)).all():
         raise FloatingPointError(f"{name} is not finite")
 
 
 # ---------------------------------------------------------------------------- arguments
+@dataclass
+class RunArgs:
+    """Seeds, files and what is logged."""
+
+    seed: int = 1  # seed of networks, exploration and minibatches
+    env_seed: int | None = None  # seed of the environment (default: --seed)
+    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
+    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
+    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
+    torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
+    runs_dir: str = "runs"  # folder of all runs
+    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
+    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
+    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
+    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
+    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
+    eval_episodes: int = 10  # number of episodes of --evaluate
+    capture_video: bool = False  # record evaluation episodes into the run's folder
+    track: bool = False  # log to Weights & Biases as well
+    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # entity (team) at Weights & Biases
+
+
+@dataclass
+class Args(RunArgs, AlgorithmArgs):
+    """All arguments."""
+
+
 def is_of_type(value: Any, kind: Any) -> bool:
     """Whether a value is what the annotation of an argument says."""
     if get_origin(kind) is Literal:
@@ -521,9 +531,8 @@ def read_env_kwargs(args: Args) -> dict[str, Any]:
 
 def run_folder(args: Args) -> Path:
     name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    return Path(
-        args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name)
-    )  # no separators, no leading dots: it stays in there
+    # No separators and no leading dots: the folder stays in --runs-dir.
+    return Path(args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -562,7 +571,7 @@ def parse_command_line() -> Args:
     folder = Path(args.evaluate) if args.evaluate else run_folder(args)
     if args.evaluate or (args.resume and (folder / "config.json").exists()):
         here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
-        args = parse(read_config(folder)["args"] | here)
+        args = parse(read_config(folder)["args"] | here | {"track": False, "capture_video": False})
     return args
 
 
@@ -613,10 +622,6 @@ def make_eval_env(args: Args) -> gym.Env:
     return env
 
 
-def record_every_episode(_: int) -> bool:
-    return True
-
-
 # ---------------------------------------------------------------------------- checkpoints
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -652,6 +657,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error}", code=1) from None
 
 
@@ -681,19 +687,19 @@ class Run:
         self.wandb_videos = set()
         self.bar_texts = {}
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> Run:
         """Sets up torch, signals and environments; __exit__ puts everything back as it was."""
         args = self.args
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
+            on_gpu = choose_device(args).type == "cuda"
+            stack.enter_context(torch.random.fork_rng(devices=[0] if on_gpu else []))
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
-            deterministic = args.torch_deterministic and choose_device(args).type == "cuda"
             torch.manual_seed(args.seed)
             torch.set_num_threads(args.num_threads)
             torch.set_float32_matmul_precision(args.matmul_precision)
-            torch.set_deterministic_debug_mode("warn" if deterministic else "default")
+            torch.set_deterministic_debug_mode("warn" if args.torch_deterministic and on_gpu else "default")
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, signal.SIGTERM):
                     stack.callback(signal.signal, number, signal.signal(number, self.on_signal))
@@ -726,28 +732,27 @@ class Run:
         args = self.args
         self.agent = agent
         self.rng = rng
-        if args.warm_start is not None:
-            load_networks(agent, Path(args.warm_start))
-        is_new = not (self.folder / "config.json").exists() and not (self.folder / "checkpoint.pt").exists()
-        if not is_new:
+        is_new = not self.folder.exists()
+        has_checkpoint = (self.folder / "checkpoint.pt").exists()
+        if has_checkpoint or (self.folder / "config.json").exists():
             self.check_same_run()
+        if args.warm_start is not None and not has_checkpoint:
+            load_networks(agent, Path(args.warm_start))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.metrics = open(self.folder / "metrics.jsonl", "ab")
+            self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)
             self.stack.callback(self.metrics.close)
             lock(self.metrics)
         except OSError as error:
             raise RunError(f"{self.folder} is in use by another process, or cannot be made: {error}") from None
-        if (self.folder / "checkpoint.pt").exists():
+        if has_checkpoint:
             self.load()
         else:
             self.metrics.truncate(0)
         if args.track:
             self.start_wandb(is_new)
         if args.capture_video:
-            videos = self.folder / "videos" / str(int(time.time()))
-            self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(videos), disable_logger=True)
-            self.stack.callback(self.eval_env.close)
+            self.record_videos(self.folder / "videos" / str(int(time.time())))
         if not self.is_over():
             self.save_config("running")
         self.start_step = self.saved_step = self.global_step
@@ -755,13 +760,17 @@ class Run:
         self.bar = tqdm(
             total=args.total_timesteps,
             initial=self.global_step,
-            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining}",
+            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining} left",
             unit="",
             smoothing=0,
             disable=not sys.stderr.isatty(),
         )
         self.stack.callback(self.bar.close)
         print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
+
+    def record_videos(self, folder: Path, episode_trigger: Callable[[int], bool] | None = None) -> None:
+        self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(folder), episode_trigger, disable_logger=True)
+        self.stack.callback(self.eval_env.close)
 
     def check_same_run(self) -> None:
         """A run belongs to its script and its arguments."""
@@ -794,20 +803,21 @@ class Run:
                 shutil.rmtree(self.folder)
             raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
 
+    def is_complete(self) -> bool:
+        out_of_episodes = self.args.total_episodes is not None and self.episode >= self.args.total_episodes
+        return out_of_episodes or self.global_step >= self.args.total_timesteps
+
     def is_over(self) -> bool:
-        args = self.args
-        out_of_steps = self.global_step >= args.total_timesteps
-        out_of_episodes = args.total_episodes is not None and self.episode >= args.total_episodes
-        return out_of_steps or out_of_episodes or self.stop_signal != 0
+        return self.is_complete() or self.stop_signal != 0
 
     def episode_seed(self) -> int:
         """With its own seed for each episode, the end of an episode is a complete state of the run."""
         return int(np.random.SeedSequence((self.env_seed, self.episode)).generate_state(1)[0])
 
-    def evaluate(self, agent: Agent, number: int) -> dict[str, float]:
+    def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
-        self.eval_returns = [*self.eval_returns, evaluate(agent, self.eval_env, seed)][-100:]
+        self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
         return {"charts/eval_return": self.eval_returns[-1], "charts/eval_return_mean100": mean}
 
@@ -819,9 +829,10 @@ class Run:
             self.show(row)
         for name, value in row.items():
             require_finite(name, value)
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            self.metrics.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-            self.metrics.flush()
+            if self.metrics.write(line) < len(line):
+                raise OSError("the disk is full")
         except OSError as error:
             raise RunError(f"{self.folder} cannot be written at step {self.global_step}: {error}", code=1) from None
         if self.wandb is not None:
@@ -863,7 +874,7 @@ class Run:
             self.save()
         self.bar.close()
         ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
-        if self.stop_signal:
+        if self.stop_signal and not self.is_complete():
             command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
             raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
         self.save_config("finished")
@@ -872,19 +883,18 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint, from which the run goes on as if nothing had happened."""
-        self.metrics.flush()
-        os.fsync(self.metrics.fileno())
         state = {
             "agent": {name: part.state_dict() for name, part in vars(self.agent).items()},
             "global_step": self.global_step,
             "episode": self.episode,
             "eval_returns": self.eval_returns,
-            "metrics_size": self.metrics.tell(),
+            "metrics_size": os.fstat(self.metrics.fileno()).st_size,
             "numpy_rng": self.rng.bit_generator.state,
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         }
         with replacing(self.folder / "checkpoint.pt") as file:
+            os.fsync(self.metrics.fileno())  # the checkpoint counts on these rows
             torch.save(state, file)
         self.saved_step = self.global_step
         self.saved_time = time.time()
@@ -903,7 +913,7 @@ class Run:
             size = int(state["metrics_size"])
         except Exception as error:
             raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
-        if self.metrics.tell() < size:
+        if os.fstat(self.metrics.fileno()).st_size < size:
             raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
         self.metrics.truncate(size)  # what came after the checkpoint will come again
 
@@ -923,6 +933,10 @@ class Run:
 
 
 # ---------------------------------------------------------------------------- the command line
+def every_episode(_: int) -> bool:
+    return True
+
+
 def evaluate_checkpoint(args: Args) -> None:
     """Prints the returns of the agent in a checkpoint."""
     folder = Path(args.evaluate)
@@ -930,12 +944,8 @@ def evaluate_checkpoint(args: Args) -> None:
         agent = Agent(run.env.observation_space, run.env.action_space, args)
         load_networks(agent, folder)
         if args.capture_video:
-            videos = folder / "videos" / f"evaluate-{int(time.time())}"
-            run.eval_env = gym.wrappers.RecordVideo(
-                run.eval_env, str(videos), record_every_episode, disable_logger=True
-            )
-            run.stack.callback(run.eval_env.close)
-        returns = [run.evaluate(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
+            run.record_videos(folder / "videos" / f"evaluate-{int(time.time())}", every_episode)
+        returns = [run.evaluation_row(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
     print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
 
 

@@ -11,6 +11,8 @@ prediction. The weights stay between 0.5 and 1, whatever the disagreement.
     python sunrise.py --env-id Walker2d-v5 --seed 3
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -23,7 +25,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -40,7 +42,7 @@ from tqdm import tqdm
 
 @dataclass
 class SunriseSACArgs:
-    """The algorithm, in the paper's symbols."""
+    """The algorithm; where the paper has a symbol, the comment begins with it."""
 
     env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions
     total_timesteps: int = 200_000  # environment steps after which the run ends
@@ -52,54 +54,26 @@ class SunriseSACArgs:
     learning_starts: int = 1000  # environment steps, with random actions, before the first update
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
-    batch_size: int = 512  # K: minibatch size, as many as survive the mask on average
-    policy_lr: float = 3e-4  # actor lr: learning rate of the policies
-    q_lr: float = 3e-4  # critic lr: learning rate of the critics
-    alpha_lr: float = 3e-4  # learning rate of the temperatures
-    autotune: bool = True  # tune the temperatures to the target entropy -|A|
-    alpha: float = 0.2  # alpha: the temperature, if it is not tuned
-    gamma: float = 0.99  # gamma: discount rate
-    tau: float = 0.005  # tau: rate of the soft target update
+    batch_size: int = 512  # K: samples that a member learns from in an update: K / p_m are drawn, and masked
+    policy_lr: float = 3e-4  # learning rate of the actor
+    q_lr: float = 3e-4  # learning rate of the critics
+    alpha_lr: float = 3e-4  # learning rate of alpha
+    autotune: bool = True  # tune alpha to the target entropy -|A|
+    alpha: float = 0.2  # the temperature, if it is not tuned
+    gamma: float = 0.99  # discount rate
+    tau: float = 0.005  # rate of the soft target update
     mask_prob: float = 1.0  # p_m: probability that a member learns from a transition
     ucb: float = 1.0  # Lambda_UCB: weight of the critics' spread in acting (0: one member acts for each episode)
     sunrise_temperature: float = 20.0  # T: temperature of the SUNRISE weights
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
 
-
-@dataclass
-class RunArgs:
-    """Seeds, files and what is logged."""
-
-    seed: int = 1  # seed of networks, exploration and minibatches
-    env_seed: int | None = None  # seed of the environment (default: --seed)
-    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
-    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
-    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
-    torch_deterministic: bool = True  # let torch use deterministic algorithms only
-    exp_name: str = Path(__file__).stem  # name of the experiment
-    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
-    runs_dir: str = "runs"  # folder of all runs
-    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
-    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
-    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
-    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
-    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
-    eval_episodes: int = 10  # number of episodes of --evaluate
-    capture_video: bool = False  # record evaluation episodes into the run's folder
-    track: bool = False  # log to Weights & Biases as well
-    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
-    wandb_entity: str | None = None  # entity (team) at Weights & Biases
-
-
-@dataclass
-class Args(RunArgs, SunriseSACArgs):
-    """All arguments."""
-
     def __post_init__(self) -> None:
-        if self.num_nets == 1:  # App. A.5: a single member has no mask
+        if self.num_nets == 1:  # App. A.3, said there of IV-DQN: a mask makes no sense for a single network
             self.mask_prob = 1.0
+
+
+AlgorithmArgs = SunriseSACArgs  # its name in all scripts
 
 
 # ---------------------------------------------------------------------------- networks
@@ -114,17 +88,26 @@ def mlp(num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
     )
 
 
+def tanh_gaussian(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+    """The tanh of a Gaussian sample, and its log-probability."""
+    noise = torch.randn_like(mean)
+    raw = mean + log_std.exp() * noise
+    log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+    log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2), stable
+    return raw.tanh(), (log_normal - log_slope).sum(-1)
+
+
 class EnsemblePolicy(nn.Module):
     """N policies, each the tanh of a Gaussian."""
 
-    def __init__(self, num_inputs: int, num_actions: int, args: Args):
+    def __init__(self, num_inputs: int, action_size: int, args: Args):
         super().__init__()
-        self.nets = nn.ModuleList(mlp(num_inputs, args.hidden_size, 2 * num_actions) for _ in range(args.num_nets))
+        self.nets = nn.ModuleList(mlp(num_inputs, args.hidden_size, 2 * action_size) for _ in range(args.num_nets))
 
     def mean_and_log_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Of the Gaussian: (K, inputs) -> two of (N, K, A)."""
         mean, log_std = torch.stack([net(observation) for net in self.nets]).chunk(2, -1)
-        return mean, log_std.clamp(-20, 2)
+        return mean, log_std.clamp(-20, 2)  # rlkit's bounds
 
     def sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """An action of each policy (N, K, A), and its log-probability (N, K)."""
@@ -135,27 +118,22 @@ class EnsemblePolicy(nn.Module):
         return self.mean_and_log_std(observation)[0].tanh()
 
 
-def tanh_gaussian(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
-    """The tanh of a Gaussian sample, and its log-probability."""
-    noise = torch.randn_like(mean)
-    raw = mean + log_std.exp() * noise
-    log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-    log_slope = 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw))  # ln(1 - tanh(raw)^2), stable
-    return raw.tanh(), (log_normal - log_slope).sum(-1)
+def critic_inputs(observation: Tensor, action: Tensor) -> Tensor:
+    """Observations (K, ...) beside each of the actions (..., K, A): (..., K, inputs)."""
+    return torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
 
 
 class EnsembleCritic(nn.Module):
     """N pairs of critics (App. A.4): the first twin of each member, then the second."""
 
-    def __init__(self, num_inputs: int, num_actions: int, args: Args):
+    def __init__(self, num_inputs: int, action_size: int, args: Args):
         super().__init__()
-        sizes = (num_inputs + num_actions, args.hidden_size, 1)
+        sizes = (num_inputs + action_size, args.hidden_size, 1)
         self.twins = nn.ModuleList(nn.ModuleList(mlp(*sizes) for _ in range(args.num_nets)) for _ in range(2))
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        """Q of each member at its own action (N, K, A), or of all at one (K, A): (N, 2, K)."""
-        x = torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
-        x = x.expand(len(self.twins[0]), -1, -1)  # (N, K, inputs)
+        """Q by both twins of each member, at its own actions (N, K, A) or at shared ones (K, A): (N, 2, K)."""
+        x = critic_inputs(observation, action).expand(len(self.twins[0]), -1, -1)  # (N, K, inputs)
         return torch.stack((self.twin(0, x), self.twin(1, x)), 1)
 
     def twin(self, number: int, x: Tensor) -> Tensor:
@@ -209,132 +187,17 @@ class ReplayBuffer:
             array[: self.size] = state["arrays"][name].numpy()
 
 
-# ---------------------------------------------------------------------------- uncertainty
-def uniform_weights(mask: Tensor) -> Tensor:
-    """The weights of a mean over each member's unmasked samples."""
-    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
-
-
-def sunrise_weights(q_values: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """sigmoid(-std T) + 0.5 over all values of one action (Eq. 17), and their variance: (N, ...) -> two of (...)."""
-    variance = q_values.var(0, unbiased=False)
-    return torch.sigmoid(-variance.sqrt() * temperature) + 0.5, variance
-
-
-# ---------------------------------------------------------------------------- losses
-def sunrise_targets(
-    agent: "SunriseSAC", batch: SimpleNamespace, alpha: Tensor, args: Args
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Each member's targets, their SUNRISE weights, and the variance of the predictions in them: three of (N, K)."""
-    # Lines 15 and 17: each member's own a', and the target with the lower twin and the entropy.
-    next_action, next_log_prob = agent.actor.sample(batch.next_observation)
-    # All 2N target critics at each member's a'.
-    all_means = torch.stack([agent.target_critic(batch.next_observation, action) for action in next_action])
-    own_means = torch.stack([means[member] for member, means in enumerate(all_means)])  # (N, 2, K)
-    next_mean = own_means.amin(1)
-    target = batch.reward + args.gamma * (1 - batch.terminated) * (next_mean - alpha * next_log_prob)
-    weight, next_variance = sunrise_weights(all_means.flatten(1, 2).transpose(0, 1), args.sunrise_temperature)
-    return target, weight, next_variance
-
-
-def sunrise_actor_loss(agent: "SunriseSAC", batch: SimpleNamespace, alpha: Tensor) -> tuple[Tensor, dict]:
-    """SAC's actor loss, summed over the members (Alg. 3, lines 21 and 23)."""
-    mask = batch.mask.T  # (N, K)
-    action, log_prob = agent.actor.sample(batch.observation)
-    mean = agent.critic(batch.observation, action).amin(1)  # (N, K)
-    weight = uniform_weights(mask)
-    loss = (weight * (alpha * log_prob - mean)).sum()  # line 23
-    return loss, {"log_prob": log_prob.detach()}
-
-
-def sunrise_critic_loss(
-    agent: "SunriseSAC", batch: SimpleNamespace, target: Tensor, target_weight: Tensor
-) -> tuple[Tensor, dict]:
-    """The squared error of both twins, summed over the members (Alg. 3, lines 16 and 25)."""
-    mask = batch.mask.T  # (N, K)
-    weight = uniform_weights(mask) * target_weight  # (N, K)
-    # Lines 16 and 25.
-    mean = agent.critic(batch.observation, batch.action)  # (N, 2, K)
-    squared_error = (mean - target.unsqueeze(1)) ** 2
-    loss = (weight.unsqueeze(1) * squared_error).sum()
-    return loss, {"mean": mean, "weight": weight}
-
-
-def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, num_actions: int) -> Tensor:
-    """Raises alpha where a policy's entropy is below the target entropy -|A|, and lowers it where it is above."""
-    surplus = log_prob - num_actions  # target entropy - entropy
-    return -(temperature.log_alpha * uniform_weights(mask) * surplus).sum()
-
-
-def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
-def sunrise_update(agent: "SunriseSAC", batch: SimpleNamespace, args: Args) -> tuple[dict[str, Tensor], dict]:
-    """A gradient step for every member; they share no parameters (Alg. 3, lines 13-27)."""
-    alpha = agent.temperature.log_alpha.detach().exp()  # (N, 1)
-    with torch.no_grad():
-        target, target_weight, next_variance = sunrise_targets(agent, batch, alpha, args)
-    agent.critic.requires_grad_(False)  # the actors' step needs no gradient of them
-    actor_loss, actor_tensors = sunrise_actor_loss(agent, batch, alpha)
-    minimize(agent.actor_optimizer, actor_loss)
-    agent.critic.requires_grad_(True)
-    num_actions = batch.action.shape[-1]
-    alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], batch.mask.T, num_actions)
-    if args.autotune:
-        minimize(agent.alpha_optimizer, alpha_loss)
-    critic_loss, critic_tensors = sunrise_critic_loss(agent, batch, target, target_weight)
-    minimize(agent.critic_optimizer, critic_loss)
-    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
-    losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
-    return losses, critic_tensors | {"variance": next_variance}
-
-
-def sunrise_metrics(losses: dict[str, Tensor], critic: dict[str, Tensor]) -> dict[str, float]:
-    """What is logged of an update."""
-    metrics = {f"losses/{name}": loss.item() for name, loss in losses.items()}
-    metrics["losses/q_values"] = critic["mean"].mean().item()
-    metrics["uncertainty/critic_variance_mean"] = critic["variance"].mean().item()
-    metrics["uncertainty/critic_variance_median"] = critic["variance"].median().item()
-    metrics["uncertainty/critic_weight_max"] = critic["weight"].max().item()
-    return metrics
-
-
-@torch.no_grad()
-def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
-        target_parameter.lerp_(parameter, tau)
-
-
-# ---------------------------------------------------------------------------- acting and evaluation
-def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
-    return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
-
-
-@torch.no_grad()
-def ucb_action(agent: "Agent", observation: np.ndarray, member: int, args: Args) -> tuple[np.ndarray, int, float]:
-    """The action of the member with the highest UCB, or of the given one if --ucb 0 (Alg. 3, lines 4-5)."""
-    x = to_batch(observation, agent.buffer.device)
-    actions = agent.actor.sample(x)[0].squeeze(1)  # (N, A)
-    std, mean = torch.std_mean(agent.critic(x, actions), (0, 1), unbiased=False)  # over all 2N critics: (N,)
-    if args.ucb > 0:
-        member = int((mean + args.ucb * std).argmax())
-    return actions[member].cpu().numpy(), member, std[member].item()
-
-
+# ---------------------------------------------------------------------------- the agent
 class SunriseSAC:
     """What learns and is saved: networks, optimisers, replay buffer."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Box, args: Args):
         num_inputs = observation_space.shape[0]
-        num_actions = action_space.shape[0]
+        action_size = action_space.shape[0]
         device = choose_device(args)
-        self.actor = EnsemblePolicy(num_inputs, num_actions, args).to(device)
-        self.critic = EnsembleCritic(num_inputs, num_actions, args).to(device)
-        self.target_critic = EnsembleCritic(num_inputs, num_actions, args).to(device).requires_grad_(False)
+        self.actor = EnsemblePolicy(num_inputs, action_size, args).to(device)
+        self.critic = EnsembleCritic(num_inputs, action_size, args).to(device)
+        self.target_critic = EnsembleCritic(num_inputs, action_size, args).to(device).requires_grad_(False)
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.temperature = Temperature(args.num_nets, args).to(device)
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr, fused=True)
@@ -344,7 +207,7 @@ class SunriseSAC:
             args.buffer_size,
             device,
             observation=np.zeros(num_inputs, np.float32),
-            action=np.zeros(num_actions, np.float32),
+            action=np.zeros(action_size, np.float32),
             next_observation=np.zeros(num_inputs, np.float32),
             reward=np.float32(0),
             terminated=np.float32(0),
@@ -352,9 +215,129 @@ class SunriseSAC:
         )
 
     @torch.no_grad()
-    def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
         """The average of the members' deterministic actions (App. A.4)."""
         return self.actor.mode(to_batch(observation, self.buffer.device)).mean(0).squeeze(0).cpu().numpy()
+
+
+Agent = SunriseSAC  # its name in all scripts
+
+
+# ---------------------------------------------------------------------------- uncertainty
+def sunrise_weights(q_values: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """sigmoid(-std T) + 0.5 over all values of one action (Eq. 18), and their variance: (N, ...) -> two of (...)."""
+    variance = q_values.var(0, unbiased=False)
+    return torch.sigmoid(-variance.sqrt() * temperature) + 0.5, variance
+
+
+# ---------------------------------------------------------------------------- losses
+def uniform_weights(mask: Tensor) -> Tensor:
+    """The weights of a mean over each member's unmasked samples."""
+    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
+
+
+@torch.no_grad()
+def sunrise_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """Each member's targets (Alg. 3, lines 15 and 17), their weights, and the critics' variance: three of (N, K)."""
+    # Lines 15 and 17: each member's own a'. The lower twin and the entropy are SAC's; the paper leaves them out.
+    next_action, next_log_prob = agent.actor.sample(batch.next_observation)
+    # All 2N target critics at each member's a': (member, N, 2, K).
+    all_q_values = torch.stack([agent.target_critic(batch.next_observation, action) for action in next_action])
+    next_q_values = torch.stack([q_values[member] for member, q_values in enumerate(all_q_values)])  # (N, 2, K)
+    next_value = next_q_values.amin(1) - alpha * next_log_prob
+    target = batch.reward + args.gamma * (1 - batch.terminated) * next_value
+    by_critic = all_q_values.flatten(1, 2).transpose(0, 1)  # (2N, member, K)
+    target_weight, next_variance = sunrise_weights(by_critic, args.sunrise_temperature)
+    return target, target_weight, next_variance
+
+
+def sunrise_actor_loss(
+    agent: Agent, batch: SimpleNamespace, mask: Tensor, alpha: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """SAC's actor loss, summed over the members (Alg. 3, lines 21 and 23)."""
+    action, log_prob = agent.actor.sample(batch.observation)
+    q_values = agent.critic(batch.observation, action)  # (N, 2, K)
+    weight = uniform_weights(mask)
+    # Line 23.
+    loss = (weight * (alpha * log_prob - q_values.amin(1))).sum()
+    return loss, {"log_prob": log_prob.detach()}
+
+
+def sunrise_critic_loss(
+    agent: Agent, batch: SimpleNamespace, mask: Tensor, target: Tensor, target_weight: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted squared error of both twins, summed over the members (Alg. 3, lines 16, 21 and 25)."""
+    weight = uniform_weights(mask) * target_weight  # (N, K)
+    # Lines 16 and 25: both twins' predictions at (s, a), and the loss.
+    mean = agent.critic(batch.observation, batch.action)  # (N, 2, K)
+    squared_error = (mean - target.unsqueeze(1)) ** 2
+    loss = (weight.unsqueeze(1) * squared_error).sum()
+    return loss, {"mean": mean, "weight": weight}
+
+
+def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, action_size: int) -> Tensor:
+    """Raises alpha where a policy's entropy is below the target entropy -|A|, and lowers it where it is above."""
+    shortfall = log_prob - action_size  # the target entropy -|A| minus the entropy, estimated by -log_prob
+    return -(temperature.log_alpha * uniform_weights(mask) * shortfall).sum()
+
+
+def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """Moves each target parameter by a share tau towards the online one."""
+    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
+        target_parameter.lerp_(parameter, tau)
+
+
+def sunrise_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict, dict]:
+    """A gradient step for every member; they share no parameters (Alg. 3, lines 13-27)."""
+    mask = batch.mask.T  # line 21: (N, K)
+    alpha = agent.temperature.log_alpha.detach().exp()  # (N, 1)
+    target, target_weight, next_variance = sunrise_targets(agent, batch, alpha, args)
+    agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
+    actor_loss, actor_tensors = sunrise_actor_loss(agent, batch, mask, alpha)
+    minimize(agent.actor_optimizer, actor_loss)
+    agent.critic.requires_grad_(True)
+    alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], mask, batch.action.shape[-1])
+    if args.autotune:
+        minimize(agent.alpha_optimizer, alpha_loss)
+    critic_loss, critic_tensors = sunrise_critic_loss(agent, batch, mask, target, target_weight)
+    minimize(agent.critic_optimizer, critic_loss)
+    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
+    losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
+    return losses, critic_tensors | {"variance": next_variance}
+
+
+def sunrise_metrics(losses: dict, critic_tensors: dict) -> dict[str, float]:
+    """What is logged of an update."""
+    metrics = {f"losses/{name}": loss.item() for name, loss in losses.items()}
+    metrics["losses/q_values"] = critic_tensors["mean"].mean().item()
+    metrics["uncertainty/critic_variance_mean"] = critic_tensors["variance"].mean().item()
+    metrics["uncertainty/critic_variance_median"] = critic_tensors["variance"].median().item()
+    metrics["uncertainty/critic_weight_max"] = critic_tensors["weight"].max().item()
+    return metrics
+
+
+# ---------------------------------------------------------------------------- acting and evaluation
+def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
+
+
+@torch.no_grad()
+def ucb_action(agent: Agent, observation: np.ndarray, member: int, args: Args) -> tuple[np.ndarray, int, float]:
+    """The action of the member with the highest UCB, or of the given one if --ucb 0 (Alg. 3, lines 4-5)."""
+    state = to_batch(observation, agent.buffer.device)  # (1, inputs)
+    actions = agent.actor.sample(state)[0].squeeze(1)  # (N, A)
+    q_values = agent.critic(state, actions)  # both twins of every member, at each action: (N, 2, N)
+    std, mean = torch.std_mean(q_values, (0, 1), unbiased=False)  # over the 2N critics: (N,)
+    if args.ucb > 0:
+        member = int((mean + args.ucb * std).argmax())
+    return actions[member].cpu().numpy(), member, std[member].item()
 
 
 def scaled_actions(env: gym.Env) -> gym.Env:
@@ -365,14 +348,11 @@ def scaled_actions(env: gym.Env) -> gym.Env:
     return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
 
 
-# What the rest of the file calls by one name in all scripts.
-AlgorithmArgs = SunriseSACArgs
-Agent = SunriseSAC
-adapt_actions = scaled_actions
+adapt_actions = scaled_actions  # its name in all scripts
 
 
-def evaluate(agent: Agent, env: gym.Env, seed: int) -> float:
-    """The return of one episode."""
+def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
+    """The return of one evaluation episode."""
     rng = np.random.default_rng(seed)
     observation, _ = env.reset(seed=seed)
     episodic_return = 0.0
@@ -386,17 +366,20 @@ def evaluate(agent: Agent, env: gym.Env, seed: int) -> float:
 
 # ---------------------------------------------------------------------------- the loop
 def train(args: Args) -> Path:
-    """Algorithm 3, line by line; returns the folder of the run."""
+    """Algorithm 3 without lines 18, 19, 22 and 24 (App. A.5), line by line; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = SunriseSAC(env.observation_space, env.action_space, args)
+        agent = Agent(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
+        # The K of all shapes above: about batch_size of them survive a member's mask.
+        sample_size = round(args.batch_size / args.mask_prob)
+        num_updates = round(args.rollout_length * args.updates_per_step)
+        if num_updates == 0:
+            raise RunError("--rollout-length times --updates-per-step must be at least 1")
         run.start(agent, rng)
-        sample_size = round(args.batch_size / args.mask_prob)  # of which about batch_size survive a member's mask
-        num_updates = max(1, round(args.rollout_length * args.updates_per_step))
         while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
-            member = int(rng.integers(args.num_nets))  # acts for the whole episode if --ucb 0
+            episode_member = int(rng.integers(args.num_nets))  # acts for the whole episode if --ucb 0
             episodic_return = 0.0
             episodic_length = 0
             done = False
@@ -405,9 +388,10 @@ def train(args: Args) -> Path:
                 # Lines 4-6: act.
                 if run.global_step <= args.learning_starts:
                     action = rng.uniform(-1, 1, env.action_space.shape).astype(np.float32)
+                    member = episode_member
                     ucb_std = 0.0
                 else:
-                    action, member, ucb_std = ucb_action(agent, observation, member, args)
+                    action, member, ucb_std = ucb_action(agent, observation, episode_member, args)
                 next_observation, reward, terminated, truncated, _ = env.step(action)
                 done = terminated or truncated
                 episodic_return += reward
@@ -422,19 +406,19 @@ def train(args: Args) -> Path:
                     mask=rng.random(args.num_nets) < args.mask_prob,
                 )
                 observation = next_observation
-                # Line 11: after each rollout, as many gradient steps.
+                # Line 11. The optimization steps follow an episode there, and every --rollout-length steps here.
                 steps_to_learn = run.global_step % args.rollout_length
                 if run.global_step >= args.learning_starts and steps_to_learn == 0:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(sample_size, rng)  # line 12
                         losses, critic_tensors = sunrise_update(agent, batch, args)  # lines 13-27
                         require_finite("a loss", sum(losses.values()).item())
-                        run.show_progress(args.rollout_length * (1 - (update + 1) / num_updates))
+                        run.show_progress(args.rollout_length * (num_updates - update - 1) / num_updates)
                     if run.global_step % args.log_every == 0:
                         row = {"exploration/ucb_std": ucb_std, "exploration/acting_member": member}
                         run.log(sunrise_metrics(losses, critic_tensors) | row)
                 if args.eval_every and run.global_step % args.eval_every == 0:
-                    run.log(run.evaluate(agent, run.global_step))
+                    run.log(run.evaluation_row(agent, run.global_step))
                 run.show_progress(steps_to_learn)
             if done:
                 run.episode += 1
@@ -463,7 +447,7 @@ SHOWN = {
     "charts/episode": "episode",
     "charts/episodic_return": "return",
     "charts/eval_return": "eval",
-    "charts/eval_return_mean100": "mean100",
+    "charts/eval_return_mean100": "mean",
 }
 MAX_INPUTS = 10_000  # numbers in an observation: an MLP is not made for pictures
 # The smallest and the largest value of each number, for the arguments of all scripts.
@@ -520,11 +504,42 @@ class RunError(Exception):
 
 
 def require_finite(name: str, value: Any) -> None:
-    if not np.isfinite(value).all():
+    if not np.isfinite(np.asarray(value)).all():
         raise FloatingPointError(f"{name} is not finite")
 
 
 # ---------------------------------------------------------------------------- arguments
+@dataclass
+class RunArgs:
+    """Seeds, files and what is logged."""
+
+    seed: int = 1  # seed of networks, exploration and minibatches
+    env_seed: int | None = None  # seed of the environment (default: --seed)
+    env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
+    eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
+    log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
+    torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
+    runs_dir: str = "runs"  # folder of all runs
+    checkpoint_every: int = 10_000  # steps between checkpoints, each taken at the next episode end
+    checkpoint_minutes: float = 5.0  # minutes between checkpoints, if that is sooner
+    resume: bool = False  # continue the run --run-name from its last checkpoint, if it has one
+    warm_start: str | None = None  # folder of a run: start with the networks of its checkpoint
+    evaluate: str | None = None  # folder of a run: report the returns of its checkpoint and leave
+    eval_episodes: int = 10  # number of episodes of --evaluate
+    capture_video: bool = False  # record evaluation episodes into the run's folder
+    track: bool = False  # log to Weights & Biases as well
+    wandb_project_name: str = "iv-rl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # entity (team) at Weights & Biases
+
+
+@dataclass
+class Args(RunArgs, AlgorithmArgs):
+    """All arguments."""
+
+
 def is_of_type(value: Any, kind: Any) -> bool:
     """Whether a value is what the annotation of an argument says."""
     if get_origin(kind) is Literal:
@@ -574,9 +589,8 @@ def read_env_kwargs(args: Args) -> dict[str, Any]:
 
 def run_folder(args: Args) -> Path:
     name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    return Path(
-        args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name)
-    )  # no separators, no leading dots: it stays in there
+    # No separators and no leading dots: the folder stays in --runs-dir.
+    return Path(args.runs_dir, re.sub(r"[^\w.=+-]|^\.+", "_", name))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -615,7 +629,7 @@ def parse_command_line() -> Args:
     folder = Path(args.evaluate) if args.evaluate else run_folder(args)
     if args.evaluate or (args.resume and (folder / "config.json").exists()):
         here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
-        args = parse(read_config(folder)["args"] | here)
+        args = parse(read_config(folder)["args"] | here | {"track": False, "capture_video": False})
     return args
 
 
@@ -666,10 +680,6 @@ def make_eval_env(args: Args) -> gym.Env:
     return env
 
 
-def record_every_episode(_: int) -> bool:
-    return True
-
-
 # ---------------------------------------------------------------------------- checkpoints
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -705,6 +715,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error}", code=1) from None
 
 
@@ -734,19 +745,19 @@ class Run:
         self.wandb_videos = set()
         self.bar_texts = {}
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> Run:
         """Sets up torch, signals and environments; __exit__ puts everything back as it was."""
         args = self.args
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
+            on_gpu = choose_device(args).type == "cuda"
+            stack.enter_context(torch.random.fork_rng(devices=[0] if on_gpu else []))
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
-            deterministic = args.torch_deterministic and choose_device(args).type == "cuda"
             torch.manual_seed(args.seed)
             torch.set_num_threads(args.num_threads)
             torch.set_float32_matmul_precision(args.matmul_precision)
-            torch.set_deterministic_debug_mode("warn" if deterministic else "default")
+            torch.set_deterministic_debug_mode("warn" if args.torch_deterministic and on_gpu else "default")
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, signal.SIGTERM):
                     stack.callback(signal.signal, number, signal.signal(number, self.on_signal))
@@ -779,28 +790,27 @@ class Run:
         args = self.args
         self.agent = agent
         self.rng = rng
-        if args.warm_start is not None:
-            load_networks(agent, Path(args.warm_start))
-        is_new = not (self.folder / "config.json").exists() and not (self.folder / "checkpoint.pt").exists()
-        if not is_new:
+        is_new = not self.folder.exists()
+        has_checkpoint = (self.folder / "checkpoint.pt").exists()
+        if has_checkpoint or (self.folder / "config.json").exists():
             self.check_same_run()
+        if args.warm_start is not None and not has_checkpoint:
+            load_networks(agent, Path(args.warm_start))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.metrics = open(self.folder / "metrics.jsonl", "ab")
+            self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)
             self.stack.callback(self.metrics.close)
             lock(self.metrics)
         except OSError as error:
             raise RunError(f"{self.folder} is in use by another process, or cannot be made: {error}") from None
-        if (self.folder / "checkpoint.pt").exists():
+        if has_checkpoint:
             self.load()
         else:
             self.metrics.truncate(0)
         if args.track:
             self.start_wandb(is_new)
         if args.capture_video:
-            videos = self.folder / "videos" / str(int(time.time()))
-            self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(videos), disable_logger=True)
-            self.stack.callback(self.eval_env.close)
+            self.record_videos(self.folder / "videos" / str(int(time.time())))
         if not self.is_over():
             self.save_config("running")
         self.start_step = self.saved_step = self.global_step
@@ -808,13 +818,17 @@ class Run:
         self.bar = tqdm(
             total=args.total_timesteps,
             initial=self.global_step,
-            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining}",
+            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining} left",
             unit="",
             smoothing=0,
             disable=not sys.stderr.isatty(),
         )
         self.stack.callback(self.bar.close)
         print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
+
+    def record_videos(self, folder: Path, episode_trigger: Callable[[int], bool] | None = None) -> None:
+        self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(folder), episode_trigger, disable_logger=True)
+        self.stack.callback(self.eval_env.close)
 
     def check_same_run(self) -> None:
         """A run belongs to its script and its arguments."""
@@ -847,20 +861,21 @@ class Run:
                 shutil.rmtree(self.folder)
             raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
 
+    def is_complete(self) -> bool:
+        out_of_episodes = self.args.total_episodes is not None and self.episode >= self.args.total_episodes
+        return out_of_episodes or self.global_step >= self.args.total_timesteps
+
     def is_over(self) -> bool:
-        args = self.args
-        out_of_steps = self.global_step >= args.total_timesteps
-        out_of_episodes = args.total_episodes is not None and self.episode >= args.total_episodes
-        return out_of_steps or out_of_episodes or self.stop_signal != 0
+        return self.is_complete() or self.stop_signal != 0
 
     def episode_seed(self) -> int:
         """With its own seed for each episode, the end of an episode is a complete state of the run."""
         return int(np.random.SeedSequence((self.env_seed, self.episode)).generate_state(1)[0])
 
-    def evaluate(self, agent: Agent, number: int) -> dict[str, float]:
+    def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
-        self.eval_returns = [*self.eval_returns, evaluate(agent, self.eval_env, seed)][-100:]
+        self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
         return {"charts/eval_return": self.eval_returns[-1], "charts/eval_return_mean100": mean}
 
@@ -872,9 +887,10 @@ class Run:
             self.show(row)
         for name, value in row.items():
             require_finite(name, value)
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            self.metrics.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-            self.metrics.flush()
+            if self.metrics.write(line) < len(line):
+                raise OSError("the disk is full")
         except OSError as error:
             raise RunError(f"{self.folder} cannot be written at step {self.global_step}: {error}", code=1) from None
         if self.wandb is not None:
@@ -916,7 +932,7 @@ class Run:
             self.save()
         self.bar.close()
         ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
-        if self.stop_signal:
+        if self.stop_signal and not self.is_complete():
             command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
             raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
         self.save_config("finished")
@@ -925,19 +941,18 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint, from which the run goes on as if nothing had happened."""
-        self.metrics.flush()
-        os.fsync(self.metrics.fileno())
         state = {
             "agent": {name: part.state_dict() for name, part in vars(self.agent).items()},
             "global_step": self.global_step,
             "episode": self.episode,
             "eval_returns": self.eval_returns,
-            "metrics_size": self.metrics.tell(),
+            "metrics_size": os.fstat(self.metrics.fileno()).st_size,
             "numpy_rng": self.rng.bit_generator.state,
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         }
         with replacing(self.folder / "checkpoint.pt") as file:
+            os.fsync(self.metrics.fileno())  # the checkpoint counts on these rows
             torch.save(state, file)
         self.saved_step = self.global_step
         self.saved_time = time.time()
@@ -956,7 +971,7 @@ class Run:
             size = int(state["metrics_size"])
         except Exception as error:
             raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
-        if self.metrics.tell() < size:
+        if os.fstat(self.metrics.fileno()).st_size < size:
             raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
         self.metrics.truncate(size)  # what came after the checkpoint will come again
 
@@ -976,6 +991,10 @@ class Run:
 
 
 # ---------------------------------------------------------------------------- the command line
+def every_episode(_: int) -> bool:
+    return True
+
+
 def evaluate_checkpoint(args: Args) -> None:
     """Prints the returns of the agent in a checkpoint."""
     folder = Path(args.evaluate)
@@ -983,12 +1002,8 @@ def evaluate_checkpoint(args: Args) -> None:
         agent = Agent(run.env.observation_space, run.env.action_space, args)
         load_networks(agent, folder)
         if args.capture_video:
-            videos = folder / "videos" / f"evaluate-{int(time.time())}"
-            run.eval_env = gym.wrappers.RecordVideo(
-                run.eval_env, str(videos), record_every_episode, disable_logger=True
-            )
-            run.stack.callback(run.eval_env.close)
-        returns = [run.evaluate(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
+            run.record_videos(folder / "videos" / f"evaluate-{int(time.time())}", every_episode)
+        returns = [run.evaluation_row(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
     print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
 
 

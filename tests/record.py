@@ -2,8 +2,8 @@
 
     python tests/record.py FOLDER OUT      (FOLDER: the scripts of 607811e; OUT: tests/recorded.npz)
 
-The file lets a test put the same weights into networks of another layout and compare. `inputs(data, system)` gives what
-one system starts from; all that is said of shapes below holds for it.
+With the file, test_recorded.py puts the same weights into networks of another layout and compares. What one system
+starts from is given by `inputs(data, system)`; all that is said of shapes below holds for it.
 
 Sizes: K = 24 samples, H = 16 hidden units, N = 5 members, or N = 1 in dqn, sac, ivdqn-d, ivdqn-e, ivsac-d and ivsac-e.
 Discrete: I = 6 inputs, A = 3 actions; a network has O outputs, 2A if it predicts variances (variance_heads), else A.
@@ -216,13 +216,17 @@ def record_continuous(module: ModuleType, args: Any, own: dict[str, np.ndarray])
     found = {}  # the gradients, taken when an optimizer is about to make its step
 
     def hook(part: str, optimizer: torch.optim.Optimizer, network: nn.Module) -> None:
-        grab = lambda *_: found.update({f"{part}.{name}": x for name, x in gradients(network, own, part).items()})
-        optimizer.register_step_pre_hook(grab)
+        def take(*_: Any) -> None:
+            found.update({f"{part}.{name}": x for name, x in gradients(network, own, part).items()})
+
+        optimizer.register_step_pre_hook(take)
+
+    def take_alpha(*_: Any) -> None:
+        found["log_alpha"] = agent.temperature["log_alpha"].grad.reshape(-1).numpy().copy()
 
     hook("actor", agent.actor_optimizer, actor)
     hook("critic", agent.critic_optimizer, critic)
-    grab = lambda *_: found.update(log_alpha=agent.temperature["log_alpha"].grad.reshape(-1).numpy().copy())
-    agent.alpha_optimizer.register_step_pre_hook(grab)
+    agent.alpha_optimizer.register_step_pre_hook(take_alpha)
     draws = iter(torch.tensor(own["noise"]))  # for a' first, then for a
     with mock.patch.object(torch, "randn_like", lambda x: next(draws).reshape(x.shape)):
         metrics = getattr(module, f"{script}_update")(agent, make_batch(own), args)
