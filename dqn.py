@@ -238,12 +238,6 @@ def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
     return episodic_return
 
 
-def is_solved(eval_returns: list[float], env: gym.Env, args: Args) -> bool:
-    """Whether the last 100 evaluation returns average the score that solves the environment (Table 1)."""
-    solved_at = env.spec.reward_threshold if args.solved_at is None else args.solved_at
-    return solved_at is not None and len(eval_returns) == 100 and np.mean(eval_returns) >= solved_at
-
-
 # ---------------------------------------------------------------------------- the loop
 def train(args: Args) -> Path:
     """Deep Q-learning, in the order of Algorithm 1; returns the folder of the run."""
@@ -251,9 +245,10 @@ def train(args: Args) -> Path:
         env = run.env
         agent = Agent(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
+        run.solved_at = run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at
         run.start(agent, rng)
         parameters = list(agent.network.net.parameters())
-        while not run.is_over() and not is_solved(run.eval_returns, run.eval_env, args):  # line 2
+        while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
             epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**run.episode)
             pending = deque()  # the steps whose n-step return is not complete yet
@@ -478,7 +473,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         known = asdict(Args())
         saved = {name: value for name, value in config["args"].items() if name in known}
         saved["env_kwargs"] = tuple(saved.get("env_kwargs", ()))
-        return {"script": config["script"], "wandb_id": config.get("wandb_id"), "args": known | saved}
+        return config | {"script": config["script"], "wandb_id": config.get("wandb_id"), "args": known | saved}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"{folder} holds no run: {type(error).__name__}: {error}") from None
 
@@ -507,7 +502,9 @@ def parse_command_line() -> Args:
     folder = Path(args.evaluate) if args.evaluate else run_folder(args)
     if args.evaluate or (args.resume and (folder / "config.json").exists()):
         here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
-        args = parse(read_config(folder)["args"] | here | {"track": False, "capture_video": False})
+        if args.evaluate:
+            here |= {"track": False, "capture_video": False}
+        args = parse(read_config(folder)["args"] | here)
     return args
 
 
@@ -529,15 +526,16 @@ class CheckFinite(gym.Wrapper):
 
 def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
     """The environment, with flat observations and actions of the script's kind."""
+    kwargs |= read_env_kwargs(args)
     try:
-        env = gym.make(env_id, **read_env_kwargs(args), **kwargs)
+        env = gym.make(env_id, **kwargs)
         if len(env.observation_space.shape or ()) != 1:
             num_inputs = gym.spaces.flatdim(env.observation_space)
             if num_inputs > MAX_INPUTS:
                 raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes {MAX_INPUTS} at most")
             env = gym.wrappers.FlattenObservation(env)
-    except (gym.error.Error, ImportError, TypeError, ValueError, NotImplementedError) as error:
-        raise RunError(f"the environment {env_id} cannot be made: {error}") from None
+    except Exception as error:
+        raise RunError(f"the environment {env_id} cannot be made: {type(error).__name__}: {error}") from None
     return CheckFinite(adapt_actions(env))
 
 
@@ -617,7 +615,9 @@ class Run:
         self.global_step = 0
         self.episode = 0
         self.eval_returns = []
+        self.solved_at = None  # mean of the last 100 evaluation returns that ends the run
         self.stop_signal = 0
+        self.was_finished = False
         self.wandb = None
         self.wandb_id = uuid.uuid4().hex
         self.wandb_videos = set()
@@ -652,6 +652,9 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.stack.close()
         if self.wandb is not None:
+            self.wandb.log(
+                self.new_videos(), step=self.global_step
+            )  # the last one is written as its environment closes
             self.wandb.finish(exit_code=0 if error is None else 1)
         if isinstance(error, FloatingPointError):
             raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
@@ -718,6 +721,7 @@ class Run:
         for name, value in asdict(self.args).items():
             if name not in MAY_CHANGE and config["args"][name] != value:
                 raise RunError(f"{self.folder} has {name} {config['args'][name]}, and cannot be resumed with {value}")
+        self.was_finished = config.get("status") == "finished"
         self.wandb_id = config["wandb_id"]
 
     def start_wandb(self, is_new: bool) -> None:
@@ -740,8 +744,15 @@ class Run:
             raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
 
     def is_complete(self) -> bool:
-        out_of_episodes = self.args.total_episodes is not None and self.episode >= self.args.total_episodes
-        return out_of_episodes or self.global_step >= self.args.total_timesteps
+        if (
+            self.solved_at is not None
+            and len(self.eval_returns) == 100
+            and np.mean(self.eval_returns) >= self.solved_at
+        ):
+            return True
+        if self.args.total_episodes is not None and self.episode >= self.args.total_episodes:
+            return True
+        return self.global_step >= self.args.total_timesteps
 
     def is_over(self) -> bool:
         return self.is_complete() or self.stop_signal != 0
@@ -806,14 +817,16 @@ class Run:
 
     def finish(self) -> Path:
         """Saves, and says how the run ended."""
-        if self.global_step > self.saved_step or not (self.folder / "checkpoint.pt").exists():
-            self.save()
         self.bar.close()
+        is_new = not self.was_finished or self.global_step > self.start_step
+        if is_new:
+            self.save()
         ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
         if self.stop_signal and not self.is_complete():
             command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
             raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
-        self.save_config("finished")
+        if is_new:
+            self.save_config("finished")
         print(f"finished: {ended}", flush=True)
         return self.folder
 

@@ -600,7 +600,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         known = asdict(Args())
         saved = {name: value for name, value in config["args"].items() if name in known}
         saved["env_kwargs"] = tuple(saved.get("env_kwargs", ()))
-        return {"script": config["script"], "wandb_id": config.get("wandb_id"), "args": known | saved}
+        return config | {"script": config["script"], "wandb_id": config.get("wandb_id"), "args": known | saved}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"{folder} holds no run: {type(error).__name__}: {error}") from None
 
@@ -629,7 +629,9 @@ def parse_command_line() -> Args:
     folder = Path(args.evaluate) if args.evaluate else run_folder(args)
     if args.evaluate or (args.resume and (folder / "config.json").exists()):
         here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
-        args = parse(read_config(folder)["args"] | here | {"track": False, "capture_video": False})
+        if args.evaluate:
+            here |= {"track": False, "capture_video": False}
+        args = parse(read_config(folder)["args"] | here)
     return args
 
 
@@ -651,15 +653,16 @@ class CheckFinite(gym.Wrapper):
 
 def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
     """The environment, with flat observations and actions of the script's kind."""
+    kwargs |= read_env_kwargs(args)
     try:
-        env = gym.make(env_id, **read_env_kwargs(args), **kwargs)
+        env = gym.make(env_id, **kwargs)
         if len(env.observation_space.shape or ()) != 1:
             num_inputs = gym.spaces.flatdim(env.observation_space)
             if num_inputs > MAX_INPUTS:
                 raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes {MAX_INPUTS} at most")
             env = gym.wrappers.FlattenObservation(env)
-    except (gym.error.Error, ImportError, TypeError, ValueError, NotImplementedError) as error:
-        raise RunError(f"the environment {env_id} cannot be made: {error}") from None
+    except Exception as error:
+        raise RunError(f"the environment {env_id} cannot be made: {type(error).__name__}: {error}") from None
     return CheckFinite(adapt_actions(env))
 
 
@@ -739,7 +742,9 @@ class Run:
         self.global_step = 0
         self.episode = 0
         self.eval_returns = []
+        self.solved_at = None  # mean of the last 100 evaluation returns that ends the run
         self.stop_signal = 0
+        self.was_finished = False
         self.wandb = None
         self.wandb_id = uuid.uuid4().hex
         self.wandb_videos = set()
@@ -774,6 +779,9 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.stack.close()
         if self.wandb is not None:
+            self.wandb.log(
+                self.new_videos(), step=self.global_step
+            )  # the last one is written as its environment closes
             self.wandb.finish(exit_code=0 if error is None else 1)
         if isinstance(error, FloatingPointError):
             raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
@@ -840,6 +848,7 @@ class Run:
         for name, value in asdict(self.args).items():
             if name not in MAY_CHANGE and config["args"][name] != value:
                 raise RunError(f"{self.folder} has {name} {config['args'][name]}, and cannot be resumed with {value}")
+        self.was_finished = config.get("status") == "finished"
         self.wandb_id = config["wandb_id"]
 
     def start_wandb(self, is_new: bool) -> None:
@@ -862,8 +871,15 @@ class Run:
             raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
 
     def is_complete(self) -> bool:
-        out_of_episodes = self.args.total_episodes is not None and self.episode >= self.args.total_episodes
-        return out_of_episodes or self.global_step >= self.args.total_timesteps
+        if (
+            self.solved_at is not None
+            and len(self.eval_returns) == 100
+            and np.mean(self.eval_returns) >= self.solved_at
+        ):
+            return True
+        if self.args.total_episodes is not None and self.episode >= self.args.total_episodes:
+            return True
+        return self.global_step >= self.args.total_timesteps
 
     def is_over(self) -> bool:
         return self.is_complete() or self.stop_signal != 0
@@ -928,14 +944,16 @@ class Run:
 
     def finish(self) -> Path:
         """Saves, and says how the run ended."""
-        if self.global_step > self.saved_step or not (self.folder / "checkpoint.pt").exists():
-            self.save()
         self.bar.close()
+        is_new = not self.was_finished or self.global_step > self.start_step
+        if is_new:
+            self.save()
         ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
         if self.stop_signal and not self.is_complete():
             command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
             raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
-        self.save_config("finished")
+        if is_new:
+            self.save_config("finished")
         print(f"finished: {ended}", flush=True)
         return self.folder
 

@@ -467,9 +467,9 @@ def acting_table(repetitions: int) -> list[dict]:
         module, args, agent = make_agent(name, env_id, batch_size)
         observation = np.zeros(SIZES[env_id][0], np.float32)
         if name == "dqn":
-            act = functools.partial(module.greedy_action, agent.network, observation, agent.buffer.device)
+            act = functools.partial(module.greedy_action, agent.network, observation)
         elif name in DISCRETE:
-            act = functools.partial(module.member_actions, agent.network, observation, agent.buffer.device)
+            act = functools.partial(module.member_actions, agent.network, observation)
         elif name == "sac":
             act = functools.partial(module.policy_action, agent, observation)
         else:

@@ -587,7 +587,12 @@ def test_control_c_on_a_terminal(tmp_path: Path):
 def test_help_explains_every_argument(tmp_path: Path):
     result = run_script("ivdqn", "--help", cwd=tmp_path, COLUMNS="200")
     assert result.code == 0
-    for flag, symbol in {"--num-nets": "N:", "--mebs-ratio": "MEBS", "--xi ": "xi:", "--mask-prob": "p_m:"}.items():
+    for flag, symbol in {
+        "--num-nets": "N:",
+        "--mebs-ratio": "MEBS",
+        "--xi ": "constant xi",
+        "--mask-prob": "p_m:",
+    }.items():
         assert flag in result.out
         assert symbol in result.out
     for field in dataclasses.fields(script("ivdqn").Args):
