@@ -918,9 +918,8 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.stack.close()
         if self.wandb is not None:
-            self.wandb.log(
-                self.new_videos(), step=self.global_step
-            )  # the last one is written as its environment closes
+            if videos := self.new_videos():  # the last one is written as its environment closes
+                self.wandb.log(videos, step=self.global_step)
             self.wandb.finish(exit_code=0 if error is None else 1)
         if isinstance(error, FloatingPointError):
             raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
@@ -993,6 +992,7 @@ class Run:
     def start_wandb(self, is_new: bool) -> None:
         import wandb
 
+        self.wandb_videos = set(self.folder.glob("videos/*/*.mp4"))
         try:
             self.wandb = wandb.init(
                 project=self.args.wandb_project_name,
