@@ -26,7 +26,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -380,7 +380,7 @@ MAY_CHANGE = {
 }
 # What the progress bar shows beside steps, speed and time left.
 SHOWN = {
-    "charts/episode": "episode",
+    "charts/episode": "ep",
     "charts/episodic_return": "return",
     "charts/eval_return": "eval",
     "charts/eval_return_mean100": "mean",
@@ -567,7 +567,9 @@ def parse_command_line() -> Args:
         here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
         if args.evaluate:
             here |= {"track": False, "capture_video": False}
-        args = parse(read_config(folder)["args"] | here)
+        saved = read_config(folder)["args"]
+        check_args(Args(**saved))
+        args = parse(saved | here)
     return args
 
 
@@ -592,7 +594,7 @@ def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
     kwargs |= read_env_kwargs(args)
     try:
         env = gym.make(env_id, **kwargs)
-        if len(env.observation_space.shape or ()) != 1:
+        if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
             num_inputs = gym.spaces.flatdim(env.observation_space)
             if num_inputs > MAX_INPUTS:
                 raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes {MAX_INPUTS} at most")
@@ -726,7 +728,8 @@ class Run:
         if self.stop_signal:
             raise KeyboardInterrupt
         self.stop_signal = number
-        print("\nfinishing the episode, then saving; once more to quit at once", file=sys.stderr, flush=True)
+        with suppress(RuntimeError):  # in the middle of another print
+            print("\nfinishing the episode, then saving; once more to quit at once", file=sys.stderr, flush=True)
 
     def start(self, agent: Agent, rng: np.random.Generator) -> None:
         """Opens the run's folder, and takes up where its checkpoint left off."""
@@ -758,16 +761,16 @@ class Run:
             self.save_config("running")
         self.start_step = self.saved_step = self.global_step
         self.start_time = self.saved_time = time.time()
+        print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
         self.bar = tqdm(
             total=args.total_timesteps,
             initial=self.global_step,
-            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining} left",
+            bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining}",
             unit="",
             smoothing=0,
             disable=not sys.stderr.isatty(),
         )
         self.stack.callback(self.bar.close)
-        print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
 
     def record_videos(self, folder: Path, episode_trigger: Callable[[int], bool] | None = None) -> None:
         self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(folder), episode_trigger, disable_logger=True)
@@ -957,7 +960,9 @@ def evaluate_checkpoint(args: Args) -> None:
         load_networks(agent, folder)
         if args.capture_video:
             run.record_videos(folder / "videos" / f"evaluate-{int(time.time())}", every_episode)
-        returns = [run.evaluation_row(agent, number)["charts/eval_return"] for number in range(args.eval_episodes)]
+        returns = []
+        while len(returns) < args.eval_episodes and not run.stop_signal:
+            returns.append(run.evaluation_row(agent, len(returns))["charts/eval_return"])
     print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
 
 
