@@ -28,7 +28,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -819,6 +819,7 @@ class Run:
         self.eval_returns = []
         self.solved_at = None  # mean of the last 100 evaluation returns that ends the run
         self.stop_signal = 0
+        self.notice = ""
         self.was_finished = False
         self.wandb = None
         self.wandb_id = uuid.uuid4().hex
@@ -865,8 +866,9 @@ class Run:
         if self.stop_signal:
             raise KeyboardInterrupt
         self.stop_signal = number
-        with suppress(RuntimeError):  # in the middle of another print
-            print("\nfinishing the episode, then saving; once more to quit at once", file=sys.stderr, flush=True)
+        self.notice = (
+            "finishing the episode, then saving; once more to quit at once"  # not now: a print may be under way
+        )
 
     def start(self, agent: Agent, rng: np.random.Generator) -> None:
         """Opens the run's folder, and takes up where its checkpoint left off."""
@@ -1011,6 +1013,9 @@ class Run:
     def show_progress(self, steps_to_learn: float = 0) -> None:
         """Moves the bar to the last step that has been learned from."""
         self.bar.update(self.global_step - int(steps_to_learn) - self.bar.n)
+        if self.notice:
+            tqdm.write(self.notice, file=sys.stderr)
+            self.notice = ""
 
     def checkpoint_if_due(self) -> None:
         minutes = (time.time() - self.saved_time) / 60

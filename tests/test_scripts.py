@@ -69,7 +69,12 @@ def test_anatomy(name: str):
     """A header for uv, a docstring, arguments, the algorithm, and then the machinery."""
     text = source(name)
     places = [re.search(rf"^# -+ {section}$", text, re.MULTILINE).start() for section in SECTIONS]
-    places = [re.search(r"^class \w+Args:", text, re.MULTILINE).start(), *places, text.index("def train(args: Args)"), text.index(MACHINERY)]
+    places = [
+        re.search(r"^class \w+Args:", text, re.MULTILINE).start(),
+        *places,
+        text.index("def train(args: Args)"),
+        text.index(MACHINERY),
+    ]
     assert places == sorted(places)
     assert text.startswith("# /// script\n")
     docstring = ast.get_docstring(ast.parse(text))
