@@ -204,7 +204,10 @@ def test_the_interval_resamples_within_each_stratum():
     """Two strata far apart: the mean of a stratified sample hardly moves, that of a plain one moves widely."""
     rng = np.random.default_rng(1)
     strata = [rng.normal(0, 1, 20), rng.normal(1000, 1, 20)]
-    mean = lambda *strata, axis=-1: np.concatenate(strata, axis).mean(axis)
+
+    def mean(*strata: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.concatenate(strata, axis).mean(axis)
+
     low, high = plot.interval(mean, strata)
     half = 1.96 * np.sqrt(np.var(strata[0]) + np.var(strata[1])) / np.sqrt(20) / 2
     assert (high - low) / 2 == pytest.approx(half, rel=0.15)
