@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -200,10 +200,10 @@ def dqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
+def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
     """Moves each target parameter by a share tau towards the online one."""
-    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
-        target_parameter.lerp_(parameter, tau)
+    for target, online in zip(target_parameters, parameters, strict=True):
+        target.lerp_(online, tau)
 
 
 # ---------------------------------------------------------------------------- acting and evaluation
@@ -248,6 +248,7 @@ def train(args: Args) -> Path:
         run.solved_at = run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at
         run.start(agent, rng)
         parameters = list(agent.network.net.parameters())
+        target_parameters = list(agent.target_network.net.parameters())
         while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
             epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**run.episode)
@@ -288,7 +289,7 @@ def train(args: Args) -> Path:
                     if run.global_step % args.log_every == 0:
                         run.log(dqn_metrics(loss, tensors))
                 if learning and run.global_step % args.target_network_frequency == 0:
-                    soft_update(agent.target_network.net, agent.network.net, args.tau)  # line 19
+                    soft_update(target_parameters, parameters, args.tau)  # line 19
                 run.show_progress()
             if done:
                 run.episode += 1

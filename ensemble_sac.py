@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -276,10 +276,10 @@ def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 @torch.no_grad()
-def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
+def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
     """Moves each target parameter by a share tau towards the online one."""
-    for target_parameter, parameter in zip(target.parameters(), online.parameters(), strict=True):
-        target_parameter.lerp_(parameter, tau)
+    for target, online in zip(target_parameters, parameters, strict=True):
+        target.lerp_(online, tau)
 
 
 def ensemble_sac_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict, dict]:
@@ -296,7 +296,7 @@ def ensemble_sac_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tup
         minimize(agent.alpha_optimizer, alpha_loss)
     critic_loss, critic_tensors = ensemble_sac_critic_loss(agent, batch, mask, target)
     minimize(agent.critic_optimizer, critic_loss)
-    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
+    soft_update(agent.target_critic.parameters(), agent.critic.parameters(), args.tau)  # line 26
     losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
     return losses, critic_tensors
 

@@ -171,7 +171,7 @@ def discrete_update(module: ModuleType, args: Any, agent: Any, rng: np.random.Ge
     agent.optimizer.zero_grad()
     loss.backward()
     agent.optimizer.step()
-    module.soft_update(agent.target_network.net, agent.network.net, args.tau)
+    module.soft_update(agent.target_network.net.parameters(), agent.network.net.parameters(), args.tau)
 
 
 def continuous_update(module: ModuleType, args: Any, agent: Any, rng: np.random.Generator) -> None:

@@ -105,14 +105,14 @@ def test_each_bootstrap_member_learns_as_a_dqn_trained_alone(member: int):
     with torch.no_grad():
         for alone, ensemble in ((single, network), (single_target, target_network)):
             for layer in (0, 2, 4):
-                alone.net[layer].weight.copy_(ensemble.net[layer].weight[member].T)
-                alone.net[layer].bias.copy_(ensemble.net[layer].bias[member, 0])
+                alone.net[layer].weight.copy_(ensemble.net[layer].weight[member])
+                alone.net[layer].bias.copy_(ensemble.net[layer].bias[member, :, 0])
     kept = batch.mask[:, member]
     unmasked = SimpleNamespace(**{name: value[kept] for name, value in vars(batch).items()})
     alone = gradients(dqn, single, single_target, unmasked, dqn.Args())
     for layer in (0, 2, 4):
-        assert torch.allclose(together[f"{layer}.weight"][member].T, alone[f"{layer}.weight"], atol=1e-6)
-        assert torch.allclose(together[f"{layer}.bias"][member, 0], alone[f"{layer}.bias"], atol=1e-6)
+        assert torch.allclose(together[f"{layer}.weight"][member], alone[f"{layer}.weight"], atol=1e-6)
+        assert torch.allclose(together[f"{layer}.bias"][member, :, 0], alone[f"{layer}.bias"], atol=1e-6)
 
 
 @pytest.mark.parametrize(("module", "settings"), PAIRED)
@@ -141,7 +141,7 @@ def test_priors_get_no_gradient_and_never_change(module: ModuleType):
         agent.optimizer.zero_grad()
         loss_of(module)(agent.network, agent.target_network, make_batch(), args)[0].backward()
         agent.optimizer.step()
-        module.soft_update(agent.target_network.net, agent.network.net, args.tau)
+        module.soft_update(agent.target_network.net.parameters(), agent.network.net.parameters(), args.tau)
     assert not torch.allclose(q_values, agent.network(make_batch().observation))
     for name, value in agent.network.prior.named_parameters():
         assert value.grad is None
@@ -154,8 +154,8 @@ def test_the_prior_adds_to_the_means_and_not_to_the_variances():
     network = make_agent(ivdqn, args).network
     observation = make_batch().observation
     mean, log_variance = network.mean_and_log_variance(observation)
-    raw = network.net(observation.expand(5, -1, -1))
-    assert torch.allclose(mean, raw[..., :ACTIONS] + 10 * network.prior(observation.expand(5, -1, -1)))
+    raw = network.net(observation.T.expand(5, -1, -1)).mT
+    assert torch.allclose(mean, raw[..., :ACTIONS] + 10 * network.prior(observation.T.expand(5, -1, -1)).mT)
     assert torch.equal(log_variance, raw[..., ACTIONS:])
     assert torch.equal(mean, network(observation))
 
@@ -164,7 +164,7 @@ def test_one_network_has_no_prior():
     for module in (bootstrap_dqn, ivdqn):
         network = make_agent(module, module.Args(num_nets=1, prior_scale=10.0)).network
         observation = make_batch().observation
-        assert torch.equal(network(observation), network.net(observation[None])[..., :ACTIONS])
+        assert torch.equal(network(observation), network.net(observation.T[None]).mT[..., :ACTIONS])
 
 
 def test_an_outlying_state_leaves_the_loss_finite():
@@ -176,7 +176,7 @@ def test_an_outlying_state_leaves_the_loss_finite():
     batch.observation[5] *= 1e4
     batch.terminated[3] = 1
     with torch.no_grad():
-        raw = target_network.net(batch.next_observation.expand(5, -1, -1))
+        raw = target_network.net(batch.next_observation.T.expand(5, -1, -1)).mT
         assert raw[..., ACTIONS:].exp().isinf().any()
     loss, _ = ivdqn.ivdqn_loss(network, target_network, batch, args)
     loss.backward()
@@ -300,7 +300,7 @@ def shared_step(module: ModuleType, args: Any, steps: int = 5) -> nn.Module:
     agent = make_agent(module, args)
     with torch.no_grad():
         for own, value in zip(agent.network.net.parameters(), reference.net.parameters(), strict=True):
-            own[..., : value.shape[-1]] = value
+            own[:, : value.shape[1]] = value
     agent.network.prior.load_state_dict(reference.prior.state_dict())
     agent.target_network.load_state_dict(agent.network.state_dict())
     optimizer = torch.optim.SGD(agent.network.net.parameters(), lr=0.01)
@@ -308,7 +308,7 @@ def shared_step(module: ModuleType, args: Any, steps: int = 5) -> nn.Module:
         optimizer.zero_grad()
         loss_of(module)(agent.network, agent.target_network, make_batch(seed=step), args)[0].backward()
         optimizer.step()
-        module.soft_update(agent.target_network.net, agent.network.net, 0.05)
+        module.soft_update(agent.target_network.net.parameters(), agent.network.net.parameters(), 0.05)
     return agent.network
 
 
@@ -392,7 +392,7 @@ def test_q_converges_to_the_known_values_of_a_small_mdp(name: str, settings: dic
         agent.optimizer.zero_grad()
         loss_of(module)(agent.network, agent.target_network, batch, args)[0].backward()
         agent.optimizer.step()
-        module.soft_update(agent.target_network.net, agent.network.net, 0.02)
+        module.soft_update(agent.target_network.net.parameters(), agent.network.net.parameters(), 0.02)
     with torch.no_grad():
         q_values = agent.network(torch.eye(3)).reshape(-1, 3, 2).numpy()
     known = OPTIMAL if args.n_step == 1 else TWO_STEPS

@@ -74,10 +74,8 @@ def single_networks(network: nn.Module) -> Iterator[tuple[tuple[int, ...], nn.Se
 
 
 def in_record(parameter: Tensor) -> Tensor:
-    """A view as in the record: what EnsembleLinear has as (N, inputs, outputs) and (N, 1, outputs) are rows there."""
-    if parameter.dim() < 3:
-        return parameter
-    return parameter.squeeze(1) if parameter.shape[1] == 1 else parameter.transpose(1, 2)
+    """A view as in the record, where a bias of EnsembleLinear, (N, outputs, 1), has no last axis."""
+    return parameter.squeeze(-1) if parameter.dim() == 3 and parameter.shape[-1] == 1 else parameter
 
 
 def put(network: nn.Module, own: dict[str, np.ndarray], part: str) -> None:
