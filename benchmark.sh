@@ -268,6 +268,20 @@ cell search DQN-e $env_id dqn.py "${cartpole[@]}" --tau 0.01 --learning-rate 5e-
 baselines e $env_id "${cartpole[@]}" "${half[@]}" --mask-prob 1
 cell search IV-DQN-e $env_id ivdqn.py "${iv_pole[@]}" --loss-attenuation-weight 5 --mebs-ratio 0.99 --terminal-variance
 
+# The search behind table2-100k, on a seed that the table does not use: the weight of UCB, for every system that has one.
+# SunriseSAC takes EnsembleSAC's.
+search_100k() { # UCB ENVIRONMENT MASK IV-MASK LAMBDA MEBS
+  local env_id=paper_envs:MBBL-$2-v0 shorter=("${mbbl_100k[@]}" --total-timesteps 60000 --ucb "$1")
+  cell search-100k "EnsembleSAC-ucb=$1" "$env_id" ensemble_sac.py "${shorter[@]}" --mask-prob "$3"
+  cell search-100k "IV-SAC-ucb=$1" "$env_id" ivsac.py "${shorter[@]}" --mask-prob "$4" \
+    --loss-attenuation-weight "$5" --mebs-ratio "$6"
+}
+for ucb in 0 1 10; do
+  search_100k $ucb Hopper 1 0.7 5 0.8
+  search_100k $ucb Walker2d 1 0.9 2.5 0.8
+  search_100k $ucb HalfCheetah 0.9 1 1 0.99
+done
+
 # ---------------------------------------------------------------------------- the runs
 is_finished() { grep -qs '"status": "finished"' "$runs/$1/config.json"; }
 

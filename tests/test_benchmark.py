@@ -77,7 +77,7 @@ def test_bash_is_clean():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("suite", ["smoke", "search", "all"])
+@pytest.mark.parametrize("suite", ["smoke", "search", "search-100k", "table2-100k", "all"])
 def test_every_command_parses(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, command in planned(suite, "--seeds", "1", runs=tmp_path).items():
         at = next(i for i, word in enumerate(command) if word.endswith(".py"))

@@ -5,6 +5,7 @@ import difflib
 import io
 import re
 import tokenize
+import tomllib
 from collections import defaultdict
 
 import pytest
@@ -82,13 +83,14 @@ def test_anatomy(name: str):
     assert "paper" in docstring
 
 
-def test_the_headers_packages_are_those_of_the_requirements():
+def test_the_header_for_uv_is_toml_and_pins_what_the_requirements_pin():
     pinned = set(re.findall(r"^[\w\[\],-]+==[\w.]+$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     for name in SCRIPTS:
-        header = source(name).partition('"""')[0]
-        packages = re.findall(r'"([^"]+==[^"]+)"', header)
-        assert len(packages) == 8
-        assert set(packages) <= pinned
+        header = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", source(name))[1]
+        found = tomllib.loads("".join(line[2:] for line in header.splitlines(keepends=True)))
+        assert found["requires-python"] == ">=3.11"
+        assert len(found["dependencies"]) == 8
+        assert set(found["dependencies"]) <= pinned
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
