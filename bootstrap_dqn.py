@@ -729,10 +729,10 @@ class Run:
             raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
 
     def on_signal(self, number: int, _: Any) -> None:
-        """Ctrl-C or SIGTERM: the first lets the episode finish, the second ends the process."""
-        if self.stop_signal:
+        """Ctrl-C or SIGTERM: the first lets the episode finish, the same once more ends the process."""
+        if self.stop_signal == number:
             raise KeyboardInterrupt
-        self.stop_signal = number
+        self.stop_signal = self.stop_signal or number  # a launcher may add SIGTERM to the terminal's Ctrl-C
         self.notice = (
             "finishing the episode, then saving; once more to quit at once"  # not now: a print may be under way
         )

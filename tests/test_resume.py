@@ -356,6 +356,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(tmp_path: Path)
         pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
     try:
         arguments = (*DISCRETE_RUN[1:], "--total-timesteps", "50000", "--learning-starts", "40000", "--eval-every", "0")
+        arguments += ("--total-episodes", "50000")
         result = call_script("ivdqn", *arguments, "--runs-dir", str(disk), "--run-name", "x", cwd=tmp_path)
         assert result.code == 1
         assert "cannot be written" in result.err
