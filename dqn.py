@@ -667,9 +667,8 @@ class Run:
         if self.stop_signal == number:
             raise KeyboardInterrupt
         self.stop_signal = self.stop_signal or number  # a launcher may add SIGTERM to the terminal's Ctrl-C
-        self.notice = (
-            "finishing the episode, then saving; once more to quit at once"  # not now: a print may be under way
-        )
+        # To be shown at the next step: another print may be under way now.
+        self.notice = "finishing the episode, then saving; once more to quit at once"
 
     def start(self, agent: Agent, rng: np.random.Generator) -> None:
         """Opens the run's folder, and takes up where its checkpoint left off."""
@@ -749,16 +748,15 @@ class Run:
                 shutil.rmtree(self.folder)
             raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
 
+    def is_solved(self) -> bool:
+        if self.solved_at is None or len(self.eval_returns) < 100:
+            return False
+        return bool(np.mean(self.eval_returns) >= self.solved_at)
+
     def is_complete(self) -> bool:
-        if (
-            self.solved_at is not None
-            and len(self.eval_returns) == 100
-            and np.mean(self.eval_returns) >= self.solved_at
-        ):
-            return True
-        if self.args.total_episodes is not None and self.episode >= self.args.total_episodes:
-            return True
-        return self.global_step >= self.args.total_timesteps
+        out_of_steps = self.global_step >= self.args.total_timesteps
+        out_of_episodes = self.args.total_episodes is not None and self.episode >= self.args.total_episodes
+        return out_of_steps or out_of_episodes or self.is_solved()
 
     def is_over(self) -> bool:
         return self.is_complete() or self.stop_signal != 0
