@@ -127,6 +127,7 @@ def test_the_committed_rows_were_made_by_these_settings(tmp_path: Path, monkeypa
                     config = json.loads(file.readline())
                 # What an archive does not know counts as its default; that of the terminal variance has changed.
                 saved = vars(module.Args()) | {"terminal_variance": False} | config["args"]
+                saved["env_kwargs"] = tuple(saved["env_kwargs"])  # JSON has no tuples
                 assert {k: v for k, v in args.items() if saved[k] != v and k not in free} == {}, path.name
                 checked += 1
     assert checked >= 200
