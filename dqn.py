@@ -23,10 +23,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -126,6 +127,7 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size = state["size"]
         self.position = state["position"]
+        assert 0 <= self.position < self.capacity
         for name, array in self.arrays.items():
             array[: self.size] = state["arrays"][name].numpy()
 
@@ -324,6 +326,7 @@ SHOWN = {
     "charts/eval_return_mean100": "mean",
 }
 MAX_INPUTS = 10_000  # numbers in an observation: an MLP is not made for pictures
+MEMORY_FLAGS = "--buffer-size, --batch-size, --hidden-size, --num-nets"  # what takes memory
 # The smallest and the largest value of each number, for the arguments of all scripts.
 RANGES = {
     "total_timesteps": (1, 10**12),
@@ -373,8 +376,12 @@ class RunError(Exception):
     """Ends a run with one sentence and an exit code: 2 for what was asked, 1 for what went wrong."""
 
     def __init__(self, sentence: str, code: int = 2):
-        super().__init__(" ".join(sentence.split()))
+        super().__init__(" ".join(sentence.splitlines()))
         self.code = code
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "allocate" in str(error)
 
 
 def require_finite(name: str, value: Any) -> None:
@@ -436,6 +443,8 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if not is_of_type(value, kind):
             raise RunError(f"{flag} must be {getattr(kind, '__name__', kind)}, not {value!r}")
+        if not "".join(value if isinstance(value, tuple) else str(value)).isprintable():
+            raise RunError(f"{flag} must be printable, not {value!r}")
         if name in RANGES and value is not None:
             low, high = RANGES[name]
             if not low <= value <= high:
@@ -454,7 +463,7 @@ def read_env_kwargs(args: Args) -> dict[str, Any]:
                 kwargs[key] = json.loads(value)
             else:
                 raise RunError(f"--env-kwargs takes a JSON object or key=value, not {word}")
-        except ValueError:
+        except (ValueError, RecursionError):
             if word.startswith("{"):
                 raise RunError(f"--env-kwargs {word} is no JSON object") from None
             kwargs[key] = value
@@ -475,7 +484,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         saved = {name: value for name, value in config["args"].items() if name in known}
         saved["env_kwargs"] = tuple(saved.get("env_kwargs", ()))
         return config | {"script": config["script"], "wandb_id": config.get("wandb_id"), "args": known | saved}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:
         raise RunError(f"{folder} holds no run: {type(error).__name__}: {error}") from None
 
 
@@ -532,14 +541,36 @@ def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
     kwargs |= read_env_kwargs(args)
     try:
         env = gym.make(env_id, **kwargs)
+        num_inputs = gym.spaces.flatdim(env.observation_space)
+        if not 1 <= num_inputs <= MAX_INPUTS:
+            raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes 1 to {MAX_INPUTS}")
         if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
-            num_inputs = gym.spaces.flatdim(env.observation_space)
-            if num_inputs > MAX_INPUTS:
-                raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes {MAX_INPUTS} at most")
             env = gym.wrappers.FlattenObservation(env)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # its module may do anything
         raise RunError(f"the environment {env_id} cannot be made: {type(error).__name__}: {error}") from None
     return CheckFinite(adapt_actions(env))
+
+
+def try_out(env_id: str, args: Args) -> None:
+    """Refuses an environment that cannot be stepped, and warns of one that an exact --resume cannot be had in."""
+    env = make_env(env_id, args)
+    beginnings = []
+    try:
+        for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's are not
+            env.action_space.seed(0)
+            observations = [env.reset(seed=0)[0]]
+            done = False
+            while not done and len(observations) < 20:
+                observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+                observations.append(observation)
+                done = terminated or truncated
+            beginnings.append(np.array(observations))
+        env.close()
+    except Exception as error:
+        raise RunError(f"the environment {env_id} cannot be run: {type(error).__name__}: {error}") from None
+    if not all(np.array_equal(beginning, beginnings[0]) for beginning in beginnings):
+        text = f"{env_id} keeps a state at reset: a run that was killed may go on otherwise than it would have"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def make_eval_env(args: Args) -> gym.Env:
@@ -552,7 +583,7 @@ def make_eval_env(args: Args) -> gym.Env:
         import moviepy  # noqa: F401
 
         env.reset(seed=0)
-        if env.render() is None:
+        if np.ndim(env.render()) != 3:
             raise ValueError("it gives no picture")
     except Exception as error:
         raise RunError(f"--capture-video: {env_id} cannot be rendered here: {error}") from None
@@ -594,8 +625,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise RunError(f"{path} cannot be written: {error}", code=1) from None
+
+
+def without_links(path: str, flags: int) -> int:
+    """Opens a file as open() does, but never through somebody's link."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def lock(file: BinaryIO) -> None:
@@ -616,6 +653,9 @@ class Run:
         self.folder = run_folder(args)
         self.env_seed = args.seed if args.env_seed is None else args.env_seed
         self.global_step = 0
+        self.start_step = 0
+        self.new_folders = []  # those that were not there, the innermost first
+        self.owns_folder = False  # whether all that is in the run's folder is of this process
         self.episode = 0
         self.eval_returns = []
         self.solved_at = None  # mean of the last 100 evaluation returns that ends the run
@@ -643,6 +683,10 @@ class Run:
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, signal.SIGTERM):
                     stack.callback(signal.signal, number, signal.signal(number, self.on_signal))
+            if not args.evaluate:
+                self.check_same_run()
+            for env_id in sorted({args.env_id, args.eval_env_id or args.env_id}):
+                try_out(env_id, args)
             self.env = make_env(args.env_id, args)
             stack.callback(self.env.close)
             self.eval_env = make_eval_env(args)
@@ -653,7 +697,7 @@ class Run:
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, frames: TracebackType | None) -> None:
         self.stack.close()
         if self.wandb is not None:
             if videos := self.new_videos():  # the last one is written as its environment closes
@@ -661,6 +705,24 @@ class Run:
             self.wandb.finish(exit_code=0 if error is None else 1)
         if isinstance(error, FloatingPointError):
             raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
+        has_begun = self.global_step > self.start_step
+        if error is None or (has_begun and not is_out_of_memory(error)):
+            return
+        if not has_begun:
+            self.remove_new_folders()
+        if isinstance(error, Exception) and not isinstance(error, RunError):
+            place = traceback.extract_tb(frames)[-1]
+            hint = f"{MEMORY_FLAGS}: too large? " if is_out_of_memory(error) else ""
+            text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+            raise RunError(text, code=1 if has_begun else 2) from error
+
+    def remove_new_folders(self) -> None:
+        """Leaves things as they were before a run that did not come to its first step."""
+        if self.owns_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in self.new_folders:
+            with suppress(OSError):  # another run is in it
+                folder.rmdir()
 
     def on_signal(self, number: int, _: Any) -> None:
         """Ctrl-C or SIGTERM: the first lets the episode finish, the same once more ends the process."""
@@ -675,25 +737,27 @@ class Run:
         args = self.args
         self.agent = agent
         self.rng = rng
-        is_new = not self.folder.exists()
-        has_checkpoint = (self.folder / "checkpoint.pt").exists()
-        if has_checkpoint or (self.folder / "config.json").exists():
-            self.check_same_run()
+        has_checkpoint = os.path.exists(self.folder / "checkpoint.pt")
         if args.warm_start is not None and not has_checkpoint:
             load_networks(agent, Path(args.warm_start))
+        folders = (self.folder, *self.folder.parents)
+        self.new_folders = [folder for folder in folders if not os.path.exists(folder)]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)
+            mode = "r+b" if has_checkpoint else "ab"  # a checkpoint's rows must be there
+            self.metrics = open(self.folder / "metrics.jsonl", mode, buffering=0, opener=without_links)
             self.stack.callback(self.metrics.close)
             lock(self.metrics)
         except OSError as error:
             raise RunError(f"{self.folder} is in use by another process, or cannot be made: {error}") from None
-        if has_checkpoint:
-            self.load()
-        else:
-            self.metrics.truncate(0)
+        if self.metrics.seek(0, os.SEEK_END) > 0 and not (self.folder / "config.json").exists():
+            raise RunError(f"{self.folder} holds the rows of another run: choose another --run-name")
+        self.owns_folder = len(self.new_folders) > 0
+        rows_size = self.load() if has_checkpoint else 0
         if args.track:
-            self.start_wandb(is_new)
+            self.start_wandb()
+        self.metrics.truncate(rows_size)  # what came after the checkpoint will come again
+        self.metrics.seek(rows_size)
         if args.capture_video:
             self.record_videos(self.folder / "videos" / str(int(time.time())))
         if not self.is_over():
@@ -717,6 +781,8 @@ class Run:
 
     def check_same_run(self) -> None:
         """A run belongs to its script and its arguments."""
+        if not os.path.exists(self.folder / "checkpoint.pt") and not os.path.exists(self.folder / "config.json"):
+            return
         if not self.args.resume:
             raise RunError(f"{self.folder} exists: continue it with --resume, or choose another --run-name")
         config = read_config(self.folder)
@@ -728,11 +794,11 @@ class Run:
         self.was_finished = config.get("status") == "finished"
         self.wandb_id = config["wandb_id"]
 
-    def start_wandb(self, is_new: bool) -> None:
-        import wandb
-
+    def start_wandb(self) -> None:
         self.wandb_videos = set(self.folder.glob("videos/*/*.mp4"))
         try:
+            import wandb
+
             self.wandb = wandb.init(
                 project=self.args.wandb_project_name,
                 entity=self.args.wandb_entity,
@@ -743,9 +809,7 @@ class Run:
                 config=asdict(self.args),
                 save_code=True,
             )
-        except wandb.Error as error:
-            if is_new:
-                shutil.rmtree(self.folder)
+        except Exception as error:
             raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
 
     def is_solved(self) -> bool:
@@ -830,7 +894,8 @@ class Run:
             self.save()
         ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
         if self.stop_signal and not self.is_complete():
-            command = ["python", SCRIPT, "--resume", "--runs-dir", self.args.runs_dir, "--run-name", self.folder.name]
+            place = [f"--runs-dir={self.args.runs_dir}", f"--run-name={self.folder.name}"]
+            command = ["python", SCRIPT, "--resume", *place]
             raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
         if is_new:
             self.save_config("finished")
@@ -855,23 +920,27 @@ class Run:
         self.saved_step = self.global_step
         self.saved_time = time.time()
 
-    def load(self) -> None:
+    def load(self) -> int:
+        """Takes up the checkpoint, and returns the size of its rows in bytes."""
         state = load_checkpoint(self.folder)
         try:
             for name, part in vars(self.agent).items():
                 part.load_state_dict(state["agent"][name])
-            self.global_step = state["global_step"]
+            for name in ("global_step", "episode", "metrics_size"):
+                if not is_of_type(state[name], int) or state[name] < 0:
+                    raise ValueError(f"{name} is {state[name]}")
+            self.global_step = self.start_step = state["global_step"]
             self.episode = state["episode"]
-            self.eval_returns = state["eval_returns"]
+            self.eval_returns = [float(value) for value in state["eval_returns"]]
+            require_finite("an evaluation return", self.eval_returns)
             self.rng.bit_generator.state = state["numpy_rng"]
             torch.set_rng_state(state["torch_rng"])
             torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
-            size = int(state["metrics_size"])
         except Exception as error:
             raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
-        if os.fstat(self.metrics.fileno()).st_size < size:
+        if os.fstat(self.metrics.fileno()).st_size < state["metrics_size"]:
             raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
-        self.metrics.truncate(size)  # what came after the checkpoint will come again
+        return state["metrics_size"]
 
     def save_config(self, status: str) -> None:
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]

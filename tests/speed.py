@@ -162,7 +162,9 @@ def make_agent(name: str, env_id: str, batch_size: int, num_nets: int = 5) -> tu
     return module, args, agent
 
 
-def discrete_update(module: ModuleType, args: Any, agent: Any, rng: np.random.Generator) -> None:
+def discrete_update(
+    module: ModuleType, args: Any, agent: Any, rng: np.random.Generator, parameters: list, target_parameters: list
+) -> None:
     """An update as the loops of the DQN family do it."""
     batch = agent.buffer.sample(args.batch_size, rng)
     loss_function = getattr(module, f"{module.__name__}_loss")
@@ -171,7 +173,7 @@ def discrete_update(module: ModuleType, args: Any, agent: Any, rng: np.random.Ge
     agent.optimizer.zero_grad()
     loss.backward()
     agent.optimizer.step()
-    module.soft_update(agent.target_network.net.parameters(), agent.network.net.parameters(), args.tau)
+    module.soft_update(target_parameters, parameters, args.tau)
 
 
 def continuous_update(module: ModuleType, args: Any, agent: Any, rng: np.random.Generator) -> None:
@@ -184,8 +186,13 @@ def continuous_update(module: ModuleType, args: Any, agent: Any, rng: np.random.
 def make_update(name: str, env_id: str, batch_size: int, num_nets: int = 5) -> tuple[Callable, ModuleType, Any]:
     """A function that does one update as the script's loop does; the script and the agent in it."""
     module, args, agent = make_agent(name, env_id, batch_size, num_nets)
-    step = discrete_update if name in DISCRETE else continuous_update
-    return functools.partial(step, module, args, agent, np.random.default_rng(1)), module, agent
+    rng = np.random.default_rng(1)
+    if name in CONTINUOUS:
+        return functools.partial(continuous_update, module, args, agent, rng), module, agent
+    parameters = list(agent.network.net.parameters())  # once, as in the loop
+    target_parameters = list(agent.target_network.net.parameters())
+    update = functools.partial(discrete_update, module, args, agent, rng, parameters, target_parameters)
+    return update, module, agent
 
 
 def milliseconds(function: Callable, calls: int) -> float:
@@ -203,7 +210,7 @@ def update_time(update: Callable, calls: int, precision: str) -> float:
 def calls_of(name: str, batch_size: int) -> int:
     """As many updates as a measurement needs to last some tenths of a second."""
     if name in DISCRETE:
-        return 60
+        return 200
     return max(2, round(30 * 256 / batch_size)) if name in SINGLE else max(2, round(5 * 256 / batch_size))
 
 

@@ -1,6 +1,7 @@
 """The learning steps and the loop of the continuous family, against closed forms, plain loops and one another."""
 
 import copy
+import functools
 import math
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import timeless
 from torch import Tensor, nn
 
 import ensemble_sac
@@ -665,6 +667,16 @@ def test_the_metrics_are_these_statistics():
             assert metrics[f"uncertainty/{name}_{key}"] == pytest.approx(value, rel=1e-5), key
 
 
+def test_a_member_without_samples_is_left_out_of_the_mean_effective_batch_size():
+    args = make_args(ivsac)
+    batch = make_batch()
+    batch.mask[:] = True
+    batch.mask[:, 1] = False
+    metrics = ivsac.ivsac_metrics(*ivsac.ivsac_update(make_agent(ivsac, args), batch, args))
+    for name in ("critic", "actor"):
+        assert args.mebs_ratio * SIZE * 0.99 <= metrics[f"uncertainty/{name}_effective_batch_size"] <= SIZE
+
+
 @pytest.mark.parametrize("module", FAMILY)
 def test_a_one_step_problem_with_a_known_optimum(module: ModuleType):
     """Reward -(a - 0.4)^2 in one step: each policy's mode goes to 0.4, each critic to the reward."""
@@ -696,7 +708,10 @@ class Recorder(gym.Env):
     action_space = gym.spaces.Box(-2, 6, (ACTIONS,), np.float32)
 
     def __init__(self) -> None:
-        self.episode = -1
+        self.forget()
+
+    def forget(self, episodes_before: int = 0) -> None:
+        self.episode = episodes_before - 1
         self.seeds = []
         self.steps = []
 
@@ -733,13 +748,21 @@ def recorded_train(module: ModuleType, folder: Path, **settings: Any) -> SimpleN
     original_act = getattr(module, act_name)
     original_update = getattr(module, update_name)
     original_log = module.Run.log
-    found = SimpleNamespace(acts=[], updates=[], rows=[])
+    found = SimpleNamespace(acts=[], updates=[], rows=[], learning_rates={"actor": [], "critic": [], "alpha": []})
+
+    def on_step(name: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (group,) = optimizer.param_groups
+        found.learning_rates[name].append(group["lr"])
 
     def start(run: Any, agent: Any, rng: np.random.Generator) -> None:
         original_start(run, agent, rng)
+        for env in (found.training, found.evaluation):
+            env.forget(run.episode)  # that it was tried out
         found.run = run
         found.agent = agent
         found.first_critic = flat(agent.critic)
+        for name in found.learning_rates:
+            getattr(agent, f"{name}_optimizer").register_step_pre_hook(functools.partial(on_step, name))
 
     def act(agent: Any, observation: np.ndarray, *rest: Any) -> Any:
         result = original_act(agent, observation, *rest)
@@ -751,7 +774,14 @@ def recorded_train(module: ModuleType, folder: Path, **settings: Any) -> SimpleN
     def update(agent: Any, batch: SimpleNamespace, args: Any) -> Any:
         result = original_update(agent, batch, args)
         found.updates.append(
-            SimpleNamespace(step=found.run.global_step, size=len(batch.reward), critic=flat(agent.critic))
+            SimpleNamespace(
+                step=found.run.global_step,
+                size=len(batch.reward),
+                observation=batch.observation,
+                actor=flat(agent.actor),
+                critic=flat(agent.critic),
+                target=flat(agent.target_critic),
+            )
         )
         return result
 
@@ -772,7 +802,7 @@ def recorded_train(module: ModuleType, folder: Path, **settings: Any) -> SimpleN
         patch.setattr(module, "Run", RecordedRun)
         patch.setattr(module, act_name, act)
         patch.setattr(module, update_name, update)
-        module.train(args)
+        found.folder = module.train(args)
     return found
 
 
@@ -843,6 +873,14 @@ def test_sacs_minibatch_is_the_batch_size(tmp_path: Path):
 
 
 @pytest.mark.parametrize("module", FAMILY)
+def test_each_minibatch_is_drawn_anew_from_all_that_is_stored(module: ModuleType, tmp_path: Path):
+    found = recorded_train(module, tmp_path, total_timesteps=30, learning_starts=30, rollout_length=30)
+    drawn = [[tuple(row) for row in update.observation.tolist()] for update in found.updates]  # none comes twice
+    assert len({tuple(rows) for rows in drawn}) == 30
+    assert len(set().union(*drawn)) == 30
+
+
+@pytest.mark.parametrize("module", FAMILY)
 def test_each_episode_has_its_own_seed_that_depends_on_env_seed_alone(module: ModuleType, tmp_path: Path):
     common = {"total_timesteps": 40, "rollout_length": 10**6, "eval_every": 20}
     first = recorded_train(module, tmp_path / "a", seed=1, env_seed=7, **common)
@@ -908,8 +946,9 @@ def test_an_episode_of_evaluation_every_so_many_steps_acts_deterministically(mod
     steps = found.evaluation.steps
     assert len(steps) == 5 + 6 + 7
     returns = [sum(step.reward for step in steps if step.episode == episode) for episode in range(3)]
-    assert [row["charts/eval_return"] for row in rows] == returns
-    assert [row["charts/eval_return_mean100"] for row in rows] == [np.mean(returns[: n + 1]) for n in range(3)]
+    assert [row["charts/eval_return"] for row in rows] == pytest.approx(returns)
+    means = [np.mean(returns[: n + 1]) for n in range(3)]
+    assert [row["charts/eval_return_mean100"] for row in rows] == pytest.approx(means)
     for step in steps:
         action = found.agent.evaluation_action(step.observation, np.random.default_rng(0))
         assert step.action.tolist() == pytest.approx(scaled(action), abs=1e-5)
@@ -934,7 +973,72 @@ def test_the_target_critic_follows_by_a_share_tau_after_each_update(module: Modu
     for update in found.updates:
         assert not torch.equal(update.critic, expected)
         expected = 0.9 * expected + 0.1 * update.critic
-    assert torch.allclose(flat(found.agent.target_critic), expected, atol=1e-6)
+        assert torch.allclose(update.target, expected, atol=1e-6)
+    assert torch.equal(flat(found.agent.target_critic), found.updates[-1].target)
+
+
+@pytest.mark.parametrize("module", FAMILY)
+def test_each_optimiser_makes_a_step_in_every_update_with_its_own_learning_rate(module: ModuleType, tmp_path: Path):
+    run = {"total_timesteps": 12, "learning_starts": 6, "rollout_length": 3, "policy_lr": 0.1, "q_lr": 0.2}
+    for autotune in (True, False):
+        found = recorded_train(module, tmp_path / str(autotune), autotune=autotune, alpha_lr=0.3, **run)
+        assert len(found.updates) == 9
+        tuned = [0.3] * 9 if autotune else []
+        assert found.learning_rates == {"actor": [0.1] * 9, "critic": [0.2] * 9, "alpha": tuned}
+
+
+@pytest.mark.parametrize("module", FAMILY[1:])
+def test_with_ucb_0_every_member_acts_in_as_many_episodes(module: ModuleType, tmp_path: Path):
+    run = {"total_timesteps": 1499, "learning_starts": 0, "rollout_length": 10**6}
+    found = recorded_train(module, tmp_path, ucb=0.0, buffer_size=10, **run)
+    by_episode = {act.episode: act.member for act in found.acts}
+    assert len(by_episode) == 250
+    counts = np.bincount(list(by_episode.values()), minlength=5)
+    assert counts == pytest.approx([50] * 5, abs=25)  # four standard deviations
+
+
+@pytest.mark.parametrize("module", FAMILY)
+def test_metrics_of_the_updates_are_logged_every_so_many_steps(module: ModuleType, tmp_path: Path):
+    run = {"total_timesteps": 40, "learning_starts": 12, "rollout_length": 4, "updates_per_step": 0.25}
+    found = recorded_train(module, tmp_path, log_every=6, **run)
+    rows = [row for row in found.rows if "losses/critic" in row]
+    assert [row["step"] for row in rows] == [12, 24, 36]
+
+
+@pytest.mark.parametrize("module", FAMILY)
+def test_a_loss_that_is_not_finite_ends_the_run(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    name = f"{module.__name__}_update"
+    original = getattr(module, name)
+
+    def update_with_an_infinite_loss(agent: Any, batch: SimpleNamespace, args: Any) -> tuple:
+        losses, *rest = original(agent, batch, args)
+        return losses | {"actor": torch.tensor(torch.inf)}, *rest
+
+    monkeypatch.setattr(module, name, update_with_an_infinite_loss)
+    with pytest.raises(module.RunError, match="a loss is not finite at step 12"):
+        recorded_train(module, tmp_path, total_timesteps=20, learning_starts=12, rollout_length=4)
+
+
+@pytest.mark.parametrize("module", FAMILY)
+def test_a_run_in_two_parts_is_the_run_in_one(module: ModuleType, tmp_path: Path):
+    """Nine episodes, or six and then three, with a ring that has been round."""
+    common = {"learning_starts": 10, "rollout_length": 6, "updates_per_step": 0.5, "buffer_size": 25, "eval_every": 6}
+    whole = recorded_train(module, tmp_path, run_name="whole", total_episodes=9, **common)
+    first = recorded_train(module, tmp_path, run_name="parts", total_episodes=6, **common)
+    second = recorded_train(module, tmp_path, run_name="parts", total_episodes=9, resume=True, **common)
+    assert whole.run.global_step == 54
+    assert whole.agent.buffer.position not in (0, 25)
+    assert first.training.seeds + second.training.seeds == whole.training.seeds
+    assert first.evaluation.seeds + second.evaluation.seeds == whole.evaluation.seeds
+    updates = first.updates + second.updates
+    assert len(second.updates) > 3
+    for ours, theirs in zip(updates, whole.updates, strict=True):
+        for part in ("actor", "critic", "target"):
+            assert torch.equal(getattr(ours, part), getattr(theirs, part)), (part, theirs.step)
+    for name, array in whole.agent.buffer.arrays.items():
+        assert np.array_equal(second.agent.buffer.arrays[name], array), name
+    assert torch.equal(second.agent.temperature.log_alpha, whole.agent.temperature.log_alpha)
+    assert timeless(second.folder) == timeless(whole.folder)
 
 
 @pytest.mark.parametrize("module", FAMILY)

@@ -1,6 +1,7 @@
-"""The learning steps of the discrete family: what each member learns from, and what it converges to."""
+"""The learning steps and the loop of the discrete family: what each member learns from, and what it converges to."""
 
 import copy
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import read_rows, script
+from conftest import SCRIPTS, read_checkpoint, read_rows, script, timeless
 from torch import Tensor, nn
 
 import bootstrap_dqn
@@ -76,6 +77,90 @@ def make_networks(module: ModuleType, args: Any) -> tuple[nn.Module, nn.Module]:
         for parameter in agent.target_network.net.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return agent.network, agent.target_network
+
+
+# ---------------------------------------------------------------------------- agents
+def test_the_optimiser_is_adam_with_the_learning_rate_and_trains_all_but_the_priors(discrete: ModuleType):
+    agent = make_agent(discrete, discrete.Args(learning_rate=0.02))
+    (group,) = agent.optimizer.param_groups
+    assert isinstance(agent.optimizer, torch.optim.Adam)
+    assert group["lr"] == 0.02
+    assert {id(parameter) for parameter in group["params"]} == {id(p) for p in agent.network.net.parameters()}
+
+
+def test_the_target_network_starts_as_a_copy_that_has_no_gradient(discrete: ModuleType):
+    agent = make_agent(discrete, discrete.Args())
+    for target, online in zip(agent.target_network.parameters(), agent.network.parameters(), strict=True):
+        assert torch.equal(target, online)
+        assert target.data_ptr() != online.data_ptr()
+        assert not target.requires_grad
+    assert all(parameter.requires_grad for parameter in agent.network.net.parameters())
+
+
+@pytest.mark.parametrize("module", ENSEMBLES)
+def test_each_member_starts_as_a_linear_network_of_torch_would(module: ModuleType):
+    """Uniformly between plus and minus the root of 1 / inputs."""
+    torch.manual_seed(0)
+    layer = module.EnsembleLinear(3, 25, 400)
+    alone = nn.Linear(25, 400)
+    for ours, torchs in ((layer.weight, alone.weight), (layer.bias, alone.bias)):
+        for member in ours:
+            assert member.abs().max().item() == pytest.approx(torchs.abs().max().item(), rel=0.02)
+            assert member.std().item() == pytest.approx(0.2 / 3**0.5, rel=0.1)
+        assert not torch.equal(ours[0], ours[1])
+
+
+@pytest.mark.parametrize("module", ENSEMBLES)
+def test_a_single_network_has_neither_mask_nor_prior(module: ModuleType):
+    alone = module.Args(num_nets=1, mask_prob=0.5, prior_scale=3.0)
+    assert (alone.mask_prob, alone.prior_scale) == (1, 0)
+    pair = module.Args(num_nets=2, mask_prob=0.5, prior_scale=3.0)
+    assert (pair.mask_prob, pair.prior_scale) == (0.5, 3)
+
+
+# ---------------------------------------------------------------------------- losses
+def test_no_gradient_passes_through_the_targets_and_their_weights(discrete: ModuleType):
+    """A network that is its own target network learns as beside a copy of itself that cannot learn."""
+    for weighting in ("biv", "sunrise", "uwac") if discrete is ivdqn else ("",):
+        args = discrete.Args(**({"weighting": weighting} if weighting else {}))
+        network, _ = make_networks(discrete, args)
+        frozen = copy.deepcopy(network).requires_grad_(False)
+        expected = gradients(discrete, network, frozen, make_batch(), args)
+        found = gradients(discrete, network, network, make_batch(), args)
+        assert all(torch.allclose(found[name], expected[name]) for name in expected)
+
+
+def test_the_metrics_are_these_statistics():
+    args = ivdqn.Args(loss_attenuation_weight=0.7)
+    network, target_network = make_networks(ivdqn, args)
+    loss, tensors = ivdqn.ivdqn_loss(network, target_network, make_batch(), args)
+    weight = tensors["weight"].double().numpy()
+    expected = {
+        "losses/loss": (tensors["biv"] + 0.7 * tensors["attenuation"]).item(),
+        "losses/q_values": tensors["mean"].mean().item(),
+        "losses/biv": tensors["biv"].item(),
+        "losses/attenuation": tensors["attenuation"].item(),
+        "uncertainty/target_variance_mean": tensors["target_variance"].mean().item(),
+        "uncertainty/target_variance_median": tensors["target_variance"].median().item(),
+        "uncertainty/predicted_variance_mean": tensors["log_variance"].exp().mean().item(),
+        "uncertainty/weight_max": weight.max(),
+        "uncertainty/effective_batch_size": (weight.sum(-1) ** 2 / (weight**2).sum(-1)).mean(),
+        "uncertainty/xi": tensors["xi"].mean().item(),
+    }
+    assert len({round(value, 6) for value in expected.values()}) == len(expected)  # none can stand for another
+    assert ivdqn.ivdqn_metrics(loss, tensors) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_member_without_samples_is_left_out_of_the_mean_effective_batch_size():
+    args = ivdqn.Args()
+    network, target_network = make_networks(ivdqn, args)
+    batch = make_batch()
+    batch.mask[:] = True
+    batch.mask[:, 3] = False
+    loss, tensors = ivdqn.ivdqn_loss(network, target_network, batch, args)
+    assert loss.isfinite()
+    size = ivdqn.ivdqn_metrics(loss, tensors)["uncertainty/effective_batch_size"]
+    assert 0.9 * 32 <= size <= 32
 
 
 @pytest.mark.parametrize(("module", "settings"), PAIRED)
@@ -413,6 +498,22 @@ def test_the_replay_buffer_is_a_ring_and_samples_what_it_holds(discrete: ModuleT
     )
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("count", [3, 4, 6])  # not full, just full, and full with the oldest in the middle
+def test_a_ring_that_was_saved_goes_on_where_it_was(name: str, count: int):
+    """Each new transition takes the place of the oldest."""
+    buffers = [script(name).ReplayBuffer(4, torch.device("cpu"), action=np.int64(0)) for _ in range(2)]
+    for action in range(count):
+        buffers[0].add(action=action)
+    buffers[1].load_state_dict(copy.deepcopy(buffers[0].state_dict()))
+    for action in (90, 91, 92):
+        for buffer in buffers:
+            buffer.add(action=action)
+        assert buffers[1].arrays["action"].tolist() == buffers[0].arrays["action"].tolist()
+        assert buffers[1].size == buffers[0].size == min(count + action - 89, 4)
+    assert sorted(buffers[1].arrays["action"].tolist()) == [count - 1, 90, 91, 92]
+
+
 # ---------------------------------------------------------------------------- the options of the family, on numbers
 def test_n_step_returns_by_hand(discrete: ModuleType):
     """Three-step returns over an episode of five: what each step completes, with what reward and what discount."""
@@ -534,6 +635,10 @@ class Walk(gym.Env):
     action_space = gym.spaces.Discrete(WALK_ACTIONS)
 
     def __init__(self):
+        self.forget()
+
+    def forget(self, episodes_before: int = 0) -> None:
+        self.episodes_before = episodes_before
         self.seeds: list[int] = []
         self.episodes: list[SimpleNamespace] = []
 
@@ -548,15 +653,18 @@ class Walk(gym.Env):
         now.actions.append(action)
         now.rewards.append(float(self.np_random.standard_normal()))
         now.observations.append(self.observe(len(now.actions)))
-        terminated = len(self.episodes) % 2 == 1 and len(now.actions) == 5
+        terminated = (self.episodes_before + len(self.episodes)) % 2 == 1 and len(now.actions) == 5
         return now.observations[-1], now.rewards[-1], terminated, False, {}
 
     def observe(self, t: int) -> np.ndarray:
         """The number of the episode, that of the step, and noise: no observation comes twice."""
-        return np.array([len(self.seeds) / 10, t, self.np_random.standard_normal()], np.float32)
+        return np.array(
+            [(self.episodes_before + len(self.seeds)) / 10, t, self.np_random.standard_normal()], np.float32
+        )
 
 
 gym.register("Walk-v0", Walk, max_episode_steps=7)
+gym.register("WalkToThreshold-v0", Walk, max_episode_steps=7, reward_threshold=-1.5)
 
 
 def vector(network: nn.Module) -> Tensor:
@@ -565,7 +673,7 @@ def vector(network: nn.Module) -> Tensor:
 
 def watched_train(module: ModuleType, folder: Path, **settings: Any) -> SimpleNamespace:
     """Trains on Walk, and tells what happened, and at which steps."""
-    seen = SimpleNamespace(updates=[], samples=[], stored=[], online=[], target=[])
+    seen = SimpleNamespace(updates=[], samples=[], batches=[], stored=[], online=[], target=[])
 
     class WatchedBuffer(module.ReplayBuffer):
         def add(self, **transition: Any) -> None:
@@ -574,12 +682,16 @@ def watched_train(module: ModuleType, folder: Path, **settings: Any) -> SimpleNa
 
         def sample(self, batch_size: int, rng: np.random.Generator) -> SimpleNamespace:
             seen.samples.append(batch_size)
-            return super().sample(batch_size, rng)
+            seen.batches.append(super().sample(batch_size, rng))
+            return seen.batches[-1]
 
     class WatchedRun(module.Run):
         def start(self, agent: Any, rng: np.random.Generator) -> None:
             super().start(agent, rng)
+            seen.run = self
             seen.agent, seen.env, seen.eval_env = agent, self.env.unwrapped, self.eval_env.unwrapped
+            for env in (seen.env, seen.eval_env):
+                env.forget(self.episode)  # that it was tried out
             seen.online.append(vector(agent.network))
             seen.target.append(vector(agent.target_network))
             agent.optimizer.register_step_pre_hook(self.on_update)
@@ -683,6 +795,16 @@ def test_the_minibatch_is_inflated_so_that_batch_size_samples_survive_the_mask(
 
 def test_dqns_minibatch_is_batch_size(tmp_path: Path):
     assert watched_train(dqn, tmp_path, train_frequency=10).samples == [8] * 4
+
+
+def test_each_minibatch_is_drawn_anew_from_all_that_is_stored(discrete: ModuleType, tmp_path: Path):
+    seen = watched_train(discrete, tmp_path)
+    drawn = [batch.reward.tolist() for batch in seen.batches]  # no reward comes twice
+    assert len({tuple(rewards) for rewards in drawn}) == 40
+    assert len(set().union(*drawn)) > 50  # of 60
+    in_full_ring = watched_train(discrete, tmp_path, buffer_size=20).batches
+    drawn = np.array([batch.reward.tolist() for batch in in_full_ring])
+    assert np.mean(drawn[1:] == drawn[:-1]) < 0.2  # the same place in two minibatches: one in 20 by chance
 
 
 @pytest.mark.parametrize("module", ENSEMBLES)
@@ -791,3 +913,149 @@ def test_the_gradient_of_an_update_is_clipped_to_max_grad_norm(discrete: ModuleT
         factor = min(1, max_norm / nn.utils.get_total_norm(group).item())
         assert all(torch.allclose(y, factor * x, rtol=1e-4, atol=1e-7) for x, y in zip(group, other, strict=True))
     assert not all(torch.equal(free[name], clipped[name]) for name in free)
+
+
+def test_the_learning_rate_of_the_loop_is_the_argument(discrete: ModuleType, tmp_path: Path):
+    """Adam's first step moves each parameter that has a gradient by the learning rate."""
+    seen = watched_train(discrete, tmp_path, total_timesteps=21, learning_rate=0.004)
+    moved = (seen.online[21] - seen.online[20]).abs()
+    assert moved.max().item() == pytest.approx(0.004, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("train_frequency", "steps"), [(1, [21, 28, 35, 42, 49, 56]), (2, [28, 42, 56])]
+)  # of updates, those at a multiple of --log-every
+def test_metrics_of_the_updates_are_logged_every_so_many_steps(
+    discrete: ModuleType, train_frequency: int, steps: list[int], tmp_path: Path
+):
+    seen = watched_train(discrete, tmp_path, log_every=7, train_frequency=train_frequency)
+    rows = [row for row in read_rows(seen.folder) if "losses/loss" in row]
+    assert [row["global_step"] for row in rows] == steps
+
+
+def test_episodes_are_logged_with_their_returns_and_lengths(discrete: ModuleType, tmp_path: Path):
+    seen = watched_train(discrete, tmp_path)
+    rows = [row for row in read_rows(seen.folder) if "charts/episode" in row]
+    assert [row["global_step"] for row in rows] == [5, 12, 17, 24, 29, 36, 41, 48, 53, 60]
+    assert [row["charts/episode"] for row in rows] == list(range(1, 11))
+    assert [row["charts/episodic_length"] for row in rows] == [5, 7] * 5
+    returns = [sum(episode.rewards) for episode in seen.env.episodes]
+    assert [row["charts/episodic_return"] for row in rows] == pytest.approx(returns)
+
+
+def test_an_episode_of_evaluation_every_so_many_episodes(discrete: ModuleType, tmp_path: Path):
+    seen = watched_train(discrete, tmp_path, eval_every=3, seed=4)
+    rows = [row for row in read_rows(seen.folder) if "charts/eval_return" in row]
+    assert [row["charts/episode"] for row in rows] == [3, 6, 9]
+    returns = [sum(episode.rewards) for episode in seen.eval_env.episodes]
+    assert [row["charts/eval_return"] for row in rows] == pytest.approx(returns)
+    means = [np.mean(returns[: n + 1]) for n in range(3)]
+    assert [row["charts/eval_return_mean100"] for row in rows] == pytest.approx(means)
+    seeds = [int(np.random.SeedSequence((4, episode, 1)).generate_state(1)[0]) for episode in (3, 6, 9)]
+    assert seen.eval_env.seeds == seeds
+
+
+def test_the_mean_of_evaluations_is_that_of_the_last_100(tmp_path: Path):
+    settings = {"total_timesteps": 630, "learning_starts": 10_000}  # 105 episodes of 5 or 7 steps
+    seen = watched_train(dqn, tmp_path, eval_every=1, **settings)
+    rows = [row for row in read_rows(seen.folder) if "charts/eval_return" in row]
+    returns = [sum(episode.rewards) for episode in seen.eval_env.episodes]
+    assert len(rows) == len(returns) == 105
+    for number, row in enumerate(rows, start=1):
+        assert row["charts/eval_return_mean100"] == pytest.approx(np.mean(returns[:number][-100:]))
+
+
+def test_evaluation_episodes_are_acted_by_the_evaluation_policy(discrete: ModuleType, tmp_path: Path):
+    """Without learning, the network at the end is the one that acted."""
+    seen = watched_train(discrete, tmp_path, eval_every=1, learning_starts=60)
+    for episode in seen.eval_env.episodes:
+        for observation, action in zip(episode.observations[:-1], episode.actions, strict=True):
+            q_values = seen.agent.network(torch.tensor(observation)[None]).reshape(-1, WALK_ACTIONS)
+            votes = q_values.argmax(-1).bincount(minlength=WALK_ACTIONS)
+            assert votes[action] == votes.max()
+
+
+@pytest.mark.parametrize(("solved_at", "threshold"), [(None, -1.5), (0.5, 0.5)])
+def test_a_run_is_solved_at_the_argument_or_the_environments_threshold(
+    discrete: ModuleType, solved_at: float | None, threshold: float, tmp_path: Path
+):
+    seen = watched_train(discrete, tmp_path, env_id="WalkToThreshold-v0", solved_at=solved_at)
+    assert seen.run.solved_at == threshold
+    seen.run.eval_returns = [threshold] * 99
+    assert not seen.run.is_solved()
+    seen.run.eval_returns = [threshold + 1, threshold - 1] * 50
+    assert seen.run.is_solved()
+    seen.run.eval_returns = [threshold + 1, threshold - 1.01] * 50
+    assert not seen.run.is_solved()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(discrete: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def infinite_loss(network: nn.Module, *_: Any) -> tuple[Tensor, dict]:
+        return next(network.parameters()).sum() * torch.inf, {}
+
+    monkeypatch.setattr(discrete, f"{discrete.__name__}_loss", infinite_loss)
+    with pytest.raises(discrete.RunError, match="the loss is not finite at step 21"):
+        watched_train(discrete, tmp_path)
+
+
+# ---------------------------------------------------------------------------- checkpoints
+def test_a_run_in_two_parts_is_the_run_in_one(discrete: ModuleType, tmp_path: Path):
+    """Ten episodes, or six and then four, with a ring that has been round and an odd step between two targets."""
+    common = {"total_timesteps": 1000, "buffer_size": 25, "eval_every": 1, "target_network_frequency": 3}
+    common |= {} if discrete is dqn else {"mask_prob": 0.7}
+    whole = watched_train(discrete, tmp_path, run_name="whole", total_episodes=10, **common)
+    first = watched_train(discrete, tmp_path, run_name="parts", total_episodes=6, **common)
+    second = watched_train(discrete, tmp_path, run_name="parts", total_episodes=10, resume=True, **common)
+    assert whole.agent.buffer.position not in (0, 25)
+    assert torch.equal(first.online[-1], whole.online[36])
+    assert second.env.seeds == whole.env.seeds[6:]
+    assert second.eval_env.seeds == whole.eval_env.seeds[6:]
+    for ours, theirs in ((second.online, whole.online), (second.target, whole.target)):
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs[36:], strict=True))
+    for name, array in whole.agent.buffer.arrays.items():
+        assert np.array_equal(second.agent.buffer.arrays[name], array), name
+    assert timeless(second.folder) == timeless(whole.folder)
+
+
+def test_a_warm_start_takes_both_networks_which_stay_until_learning_starts(discrete: ModuleType, tmp_path: Path):
+    first = watched_train(discrete, tmp_path, tau=0.01, learning_rate=0.01)
+    assert not torch.equal(first.target[-1], first.online[-1])
+    second = watched_train(discrete, tmp_path, warm_start=str(first.folder), tau=0.01)
+    for step in range(21):
+        assert torch.equal(second.online[step], first.online[-1])
+        assert torch.equal(second.target[step], first.target[-1])
+    assert not torch.equal(second.online[21], first.online[-1])
+    assert not torch.equal(second.target[21], first.target[-1])
+
+
+def test_a_checkpoint_takes_its_place_when_it_and_its_rows_are_on_the_disk(
+    discrete: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A file that has been flushed and synced has its whole size then; a renamed file stays the same inode."""
+    events = []
+    fsync = os.fsync
+    replace = os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        events.append((status.st_ino, status.st_size))
+
+    def watched_replace(source: Path, target: Path) -> None:
+        replace(source, target)
+        synced = set(events)
+        events.clear()
+        status = os.stat(target)
+        assert (status.st_ino, status.st_size) in synced, target
+        if Path(target).name == "checkpoint.pt":
+            rows = Path(target).with_name("metrics.jsonl").stat()
+            assert (rows.st_ino, read_checkpoint(Path(target).parent)["metrics_size"]) in synced
+            replaced.append(rows.st_size)
+
+    replaced = []
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    seen = watched_train(discrete, tmp_path, checkpoint_every=20)
+    assert len(replaced) == 3
+    assert replaced == sorted(set(replaced))
+    assert not list(seen.folder.glob("*.tmp"))

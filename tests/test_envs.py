@@ -20,6 +20,7 @@ MBBL_REWARD = {
     "Hopper": lambda vx, z, a: vx - 3 * (z - 1.3) ** 2 - 0.1 * a @ a + 1,
     "Ant": lambda vx, z, a: vx - 3 * (z - 0.57) ** 2 - 0.1 * a @ a + 1,
     "SlimHumanoid": lambda vx, z, a: 0.25 / 0.015 * vx - 0.1 * a @ a + 5 * (1 <= z <= 2),
+    "NoStopSlimHumanoid": lambda vx, z, a: 0.25 / 0.015 * vx - 0.1 * a @ a + 5 * (1 <= z <= 2),
 }
 # gymnasium's own environment on the same body, the index of the torso's height in qpos, and the positions left out.
 MBBL_BODY = {
@@ -28,6 +29,7 @@ MBBL_BODY = {
     "Hopper": ("Hopper-v4", 1),
     "Ant": ("Ant-v4", 2),
     "SlimHumanoid": ("Humanoid-v4", 2),
+    "NoStopSlimHumanoid": ("Humanoid-v4", 2),
 }
 
 
@@ -94,6 +96,7 @@ def test_mbbl_rewards_observations_and_physics(name: str):
     ours, theirs = env.unwrapped, body.unwrapped
     theirs.set_state(ours.data.qpos.copy(), ours.data.qvel.copy())
     env.action_space.seed(0)
+    lowest = np.inf
     for step in range(1000):  # noqa: B007
         action = env.action_space.sample()
         velocity, z = ours.data.qvel[0].item(), ours.data.qpos[height].item()
@@ -105,9 +108,11 @@ def test_mbbl_rewards_observations_and_physics(name: str):
         assert ours.data.qpos.tolist() == theirs.data.qpos.tolist()
         assert ours.data.qvel.tolist() == theirs.data.qvel.tolist()
         assert terminated == (name == "SlimHumanoid" and not 1 <= ours.data.qpos[2] <= 2)
+        lowest = min(lowest, z)
         if terminated or truncated:
             break
     assert truncated == (step == 999)
+    assert lowest < 1 or name != "NoStopSlimHumanoid"  # it has fallen, and went on
     assert (name == "SlimHumanoid") == bool(terminated)
 
 
@@ -123,7 +128,7 @@ def test_mbbl_starts_where_gymnasium_starts_the_body(name: str):
 
 RENDER = """
 import gymnasium as gym
-for name in ("HalfCheetah", "Walker2d", "Hopper", "Ant", "SlimHumanoid"):
+for name in ("HalfCheetah", "Walker2d", "Hopper", "Ant", "SlimHumanoid", "NoStopSlimHumanoid"):
     env = gym.make(f"paper_envs:MBBL-{name}-v0", render_mode="rgb_array")
     env.reset(seed=0)
     first = env.render()

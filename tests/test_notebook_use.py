@@ -81,7 +81,7 @@ def test_a_run_leaves_the_process_as_it_was(
     monkeypatch.setattr(OddEnv, "step", step_and_look)
     env_id = "Odd-v0" if name == "ivdqn" else "OddContinuous-v0"
     kwargs = {"not finite": ("odd_reward=NaN",), "broken": ("breaks=true",)}.get(ends, ())
-    settings = SETTINGS[name] | {"env_id": env_id, "total_timesteps": 60, "env_kwargs": kwargs, "num_threads": 1}
+    settings = SETTINGS[name] | {"env_id": env_id, "total_timesteps": 100, "env_kwargs": kwargs, "num_threads": 1}
     args = module.Args(**settings, eval_every=0, runs_dir=str(tmp_path), run_name="x")
     before = state_of_the_process()
     if ends == "well":
@@ -96,7 +96,7 @@ def test_a_run_leaves_the_process_as_it_was(
             module.train(args)
         assert raised.value.code == (2 if ends == "refused" else 1)
     assert state_of_the_process() == before
-    assert bool(seen) == (ends != "refused")
+    assert seen
     for during in seen:  # the run had it its way
         assert all(during[key] != before[key] for key in before)
 
@@ -104,15 +104,15 @@ def test_a_run_leaves_the_process_as_it_was(
 def test_a_run_that_ended_in_an_error_can_be_taken_up_in_the_same_process(tmp_path: Path):
     """Its files and its lock are free again."""
     module = script("dqn")
-    settings = {"env_id": "Odd-v0", "env_kwargs": ("breaks=true",), "eval_every": 0, "total_timesteps": 60}
+    settings = {"env_id": "Odd-v0", "env_kwargs": ("breaks=true",), "eval_every": 0, "total_timesteps": 100}
     args = module.Args(**settings, checkpoint_every=1, runs_dir=str(tmp_path), run_name="x")
     with pytest.raises(RuntimeError, match="the environment broke"):
         module.train(args)
     with pytest.raises(module.RunError, match="--resume"):
         module.train(args)
     args.resume = True
-    args.total_timesteps = 50  # of which 20 are done, and 30 do not reach what breaks
-    assert timeless(module.train(args))[-1]["global_step"] == 40
+    args.total_timesteps = 90  # of which 60 are done, and 30 do not reach what breaks
+    assert timeless(module.train(args))[-1]["global_step"] == 80
 
 
 def test_training_in_a_thread(tmp_path: Path):

@@ -175,7 +175,7 @@ WRONG = [
     (["--evaluate", "runs/none"], "runs/none holds no run"),
     (["--warm-start", "runs/none"], "runs/none/checkpoint.pt cannot be loaded"),
     (["--env-kwargs", "length"], "--env-kwargs takes a JSON object or key=value, not length"),
-    (["--env-kwargs", '{"length": '], '--env-kwargs {"length": is no JSON object'),
+    (["--env-kwargs", '{"length": '], '--env-kwargs {"length":  is no JSON object'),
     (["--env-id", "CartPole-v1", "--env-kwargs", "no_such_argument=1"], "no_such_argument"),
     (["--env-id", "FrozenLake-v1", "--env-kwargs", "map_name=none"], "FrozenLake-v1 cannot be made"),
 ]
@@ -311,8 +311,8 @@ def test_what_is_not_finite_ends_the_run_with_a_sentence(name: str, what: str, v
     arguments = ("--env-id", env_id, "--env-kwargs", f"odd_{what}={value}", "--run-name", "x", "--eval-every", "0")
     result = call_script(name, *arguments, "--num-threads", "1", cwd=tmp_path)
     assert result.code == 1
-    assert result.err == f"{name}.py: the {what} is not finite at step 37: the run ends here\n"
-    assert [row["global_step"] for row in read_rows(tmp_path / "runs" / "x")] == [20]
+    assert result.err == f"{name}.py: the {what} is not finite at step 77: the run ends here\n"
+    assert [row["global_step"] for row in read_rows(tmp_path / "runs" / "x")] == [20, 40, 60]
 
 
 @pytest.mark.parametrize("name", ["dqn", "ivdqn"])
@@ -327,7 +327,7 @@ def test_what_is_not_finite_in_the_evaluation_only_ends_the_run_with_a_sentence(
     arguments = ("--env-id", "Odd-v0", "--eval-env-id", "OddNan-v0", "--run-name", "x")
     result = call_script("dqn", *arguments, cwd=tmp_path)
     assert result.code == 1
-    assert result.err == "dqn.py: the reward is not finite at step 40: the run ends here\n"
+    assert result.err == "dqn.py: the reward is not finite at step 80: the run ends here\n"
 
 
 @pytest.mark.parametrize("name", ["dqn", "sac"])
@@ -352,7 +352,7 @@ def test_arguments_of_the_environment(name: str, given: list[str], tmp_path: Pat
     assert call_script(name, *more, cwd=tmp_path).code == 0
     evaluated = call_script(name, "--evaluate", "runs/x", "--eval-episodes", "1", cwd=tmp_path)
     assert evaluated.out == "mean -25.00, standard deviation 0.00, returns [-25.0]\n"
-    assert [(made["reward"], made["length"]) for made in OddEnv.made_with] == [(-2.5, 10)] * 6
+    assert [(made["reward"], made["length"]) for made in OddEnv.made_with] == [(-2.5, 10)] * 9
     returns = [row["charts/episodic_return"] for row in read_rows(tmp_path / "runs" / "x") if "charts/episode" in row]
     assert returns == [-25.0] * 6
     other = call_script(name, "--resume", "--run-name", "x", "--env-kwargs", "reward=1", cwd=tmp_path)

@@ -182,6 +182,19 @@ def test_xi_is_the_root_that_scipy_finds(ratio: float):
         assert xi[member] == pytest.approx(math.exp(scipy.optimize.brentq(gap, -60, 60)), rel=1e-4)
 
 
+@pytest.mark.parametrize("scale", [math.exp(-60), 1e-20, 1.0, 1e20, math.exp(60)])
+def test_xi_and_weights_scale_with_variances_as_small_and_large_as_a_network_predicts(scale: float):
+    rng = np.random.default_rng(4)
+    variance = np.exp(rng.standard_normal((3, 32)))
+    mask = rng.random((3, 32)) < 0.7
+    xi = ivdqn.smallest_xi(variance, mask, 0.9)
+    assert (xi > 0).all()
+    assert ivdqn.smallest_xi(scale * variance, mask, 0.9) == pytest.approx(scale * xi, rel=1e-5, abs=0)
+    for added in (xi, 0 * xi):
+        expected = ivdqn.biv_weights(variance, mask, added)
+        assert ivdqn.biv_weights(scale * variance, mask, scale * added) == pytest.approx(expected, rel=1e-9)
+
+
 def test_xi_is_zero_where_none_is_needed():
     variance = np.array([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [5.0, 0.0, 0.0, 0.0]])
     assert ivdqn.smallest_xi(variance, np.ones((3, 4), bool), 0.75).tolist() == [[0.0]] * 3
