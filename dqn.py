@@ -26,7 +26,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -67,9 +67,10 @@ class DQNArgs:
     epsilon_decay: float = 0.99  # e-decay: factor on epsilon from episode to episode
     cuda: bool = False  # use a GPU if there is one (networks this small run faster on the CPU)
     num_threads: int = 1  # CPU threads of torch
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
 
 
-AlgorithmArgs = DQNArgs  # its name in all scripts
+AlgorithmArgs = DQNArgs  # for the machinery below, which adds the run's arguments and calls all of them Args
 
 
 # ---------------------------------------------------------------------------- networks
@@ -133,7 +134,10 @@ class ReplayBuffer:
 
 
 def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
-    """Takes out each step whose n-step return is complete; at an episode's end, all that are left (and shorter)."""
+    """Takes out each step that has its n rewards, with their return; at an episode's end all that are left, with fewer.
+
+    The caller adds the state that follows the last of these rewards, where the target bootstraps.
+    """
     while len(pending) == args.n_step or (done and pending):
         rewards = [reward for _, _, reward in pending]
         observation, action, _ = pending.popleft()
@@ -163,30 +167,37 @@ class DQN:
             observation=np.zeros(num_inputs, np.float32),
             action=np.int64(0),
             next_observation=np.zeros(num_inputs, np.float32),
-            reward=np.float32(0),
-            discount=np.float32(0),
+            reward=np.float32(0),  # r, or the n-step return
+            discount=np.float32(0),  # gamma, or gamma^n
             terminated=np.float32(0),
         )
 
     def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> int:
-        return greedy_action(self.network, observation)
+        return greedy_action(self, observation)
 
 
-Agent = DQN  # its name in all scripts
+Agent = DQN  # for the machinery below
 
 
 # ---------------------------------------------------------------------------- losses
+def at_action(values: Tensor, action: Tensor) -> Tensor:
+    """The value of each sample's action: (..., K, A) at (..., K) -> (..., K)."""
+    index = action.expand(values.shape[:-1]).unsqueeze(-1)
+    return values.gather(-1, index).squeeze(-1)
+
+
 def dqn_loss(
     network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean squared error (Eq. 5)."""
     # The prediction at (s, a).
     all_means = network(batch.observation)  # (K, A)
-    mean = all_means.gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)  # (K,)
+    mean = at_action(all_means, batch.action)  # (K,)
     with torch.no_grad():
         # Eq. 4: the target, at the target network's greedy a'.
         all_next_means = target_network(batch.next_observation)
-        next_mean = all_next_means.amax(-1)  # (K,)
+        next_action = all_next_means.argmax(-1)  # (K,)
+        next_mean = at_action(all_next_means, next_action)
         target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
     squared_error = (mean - target) ** 2
     loss = squared_error.mean()
@@ -202,18 +213,22 @@ def dqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target, online in zip(target_parameters, parameters, strict=True):
+def soft_update(target_network: nn.Module, network: nn.Module, tau: float) -> None:
+    """Moves each parameter of the target network by a share tau towards the online one."""
+    for target, online in zip(target_network.parameters(), network.parameters(), strict=True):
         target.lerp_(online, tau)
 
 
 # ---------------------------------------------------------------------------- acting and evaluation
+def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    """One observation as a batch: (1, inputs)."""
+    return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
+
+
 @torch.no_grad()
-def greedy_action(network: nn.Module, observation: np.ndarray) -> int:
+def greedy_action(agent: Agent, observation: np.ndarray) -> int:
     """The action of the highest Q."""
-    device = next(network.parameters()).device
-    q_values = network(torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0))  # (1, A)
+    q_values = agent.network(to_batch(observation, agent.buffer.device))  # (1, A)
     return int(q_values.argmax(-1))
 
 
@@ -224,7 +239,7 @@ def require_discrete_actions(env: gym.Env) -> gym.Env:
     return env
 
 
-adapt_actions = require_discrete_actions  # its name in all scripts
+adapt_actions = require_discrete_actions  # for the machinery below
 
 
 def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
@@ -249,12 +264,10 @@ def train(args: Args) -> Path:
         rng = np.random.default_rng(args.seed)
         run.solved_at = run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at
         run.start(agent, rng)
-        parameters = list(agent.network.net.parameters())
-        target_parameters = list(agent.target_network.net.parameters())
         while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
             epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**run.episode)
-            pending = deque()  # the steps whose n-step return is not complete yet
+            pending = deque()  # (observation, action, reward) of the steps that wait for their n-step return
             episodic_return = 0.0
             episodic_length = 0
             done = False
@@ -264,7 +277,7 @@ def train(args: Args) -> Path:
                 if rng.random() < epsilon:
                     action = int(rng.integers(env.action_space.n))
                 else:
-                    action = greedy_action(agent.network, observation)
+                    action = greedy_action(agent, observation)
                 next_observation, reward, terminated, truncated, _ = env.step(action)  # line 6
                 done = terminated or truncated
                 episodic_return += reward
@@ -278,6 +291,7 @@ def train(args: Args) -> Path:
                         terminated=terminated or (truncated and args.truncation_terminates),
                     )
                 observation = next_observation  # line 9
+                # The buffer may still be empty: n-step returns may all be pending.
                 learning = run.global_step > args.learning_starts and agent.buffer.size > 0
                 if learning and run.global_step % args.train_frequency == 0:
                     batch = agent.buffer.sample(args.batch_size, rng)  # line 10
@@ -286,12 +300,12 @@ def train(args: Args) -> Path:
                     agent.optimizer.zero_grad()
                     loss.backward()
                     if args.max_grad_norm is not None:
-                        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                        nn.utils.clip_grad_norm_(agent.network.parameters(), args.max_grad_norm)
                     agent.optimizer.step()
                     if run.global_step % args.log_every == 0:
                         run.log(dqn_metrics(loss, tensors))
                 if learning and run.global_step % args.target_network_frequency == 0:
-                    soft_update(target_parameters, parameters, args.tau)  # line 19
+                    soft_update(agent.target_network.net, agent.network.net, args.tau)  # line 19
                 run.show_progress()
             if done:
                 run.episode += 1
@@ -399,7 +413,6 @@ class RunArgs:
     env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
     torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})

@@ -15,7 +15,6 @@ weights let uncertain targets count less. Loss attenuation absorbs the noise of 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
@@ -28,7 +27,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -57,7 +56,7 @@ class IVDQNArgs:
     buffer_size: int = 100_000  # capacity of the replay buffer B
     learning_starts: int = 1000  # environment steps before the first update
     train_frequency: int = 1  # environment steps between two updates
-    batch_size: int = 64  # K: samples that a member learns from in an update: K / p_m are drawn, and masked
+    batch_size: int = 64  # effective minibatch size (App. B): K = batch_size / p_m samples are drawn, and masked
     learning_rate: float = 1e-3  # learning rate of Adam
     max_grad_norm: float | None = None  # clip each member's gradient to this norm
     gamma: float = 0.99  # discount rate
@@ -71,15 +70,16 @@ class IVDQNArgs:
     mask_prob: float = 1.0  # p_m: probability that a member learns from a transition
     prior_scale: float = 0.0  # delta_RPF: scale of the randomized prior functions
     variance_heads: bool = True  # sigma^2: networks predict variances (--no-...: sampled ensemble, no L_LA)
-    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: 0)
+    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: 0, for BIV)
     weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the squared errors
-    mebs_ratio: float = 0.9  # MEBS/K: minimal effective batch size, as a share of the unmasked samples
+    mebs_ratio: float = 0.9  # minimal EBS ratio (App. B): MEBS as a share of the unmasked samples
     xi: float | None = None  # constant xi in place of a minimal effective batch size
     loss_attenuation_weight: float = 1.5  # lambda: weight of loss attenuation L_LA
     sunrise_temperature: float = 50.0  # T: temperature of the SUNRISE weights
     uwac_beta: float = 0.8  # beta: scale of the UWAC weights
     cuda: bool = False  # use a GPU if there is one (networks this small run faster on the CPU)
     num_threads: int = 1  # CPU threads of torch
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
 
     def __post_init__(self) -> None:
         if self.num_nets == 1:  # App. A.3: masks and priors do not make sense for a single network
@@ -87,7 +87,7 @@ class IVDQNArgs:
             self.prior_scale = 0.0
 
 
-AlgorithmArgs = IVDQNArgs  # its name in all scripts
+AlgorithmArgs = IVDQNArgs  # for the machinery below, which adds the run's arguments and calls all of them Args
 
 
 # ---------------------------------------------------------------------------- networks
@@ -122,7 +122,7 @@ MAX_LOG_VARIANCE = 60  # so that sigma^2 and its inverse are finite in single pr
 
 
 class VarEnsembleQNetwork(nn.Module):
-    """N variance networks, each with a fixed, untrained prior on its means (App. A.2; Sec. 2.2.1)."""
+    """N variance networks (Sec. 2.2.2; App. A.2), each with a fixed, untrained prior on its means (Sec. 2.2.1)."""
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
@@ -136,18 +136,19 @@ class VarEnsembleQNetwork(nn.Module):
     def mean_and_log_variance(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and ln sigma^2 of Q for each action: (K, inputs) -> two of (N, K, A)."""
         x = observation.T.expand(self.num_nets, -1, -1)  # (N, inputs, K)
+        output = self.net(x).mT  # (N, K, A), or (N, K, 2A) with variance heads
         if self.variance_heads:
-            mean, log_variance = self.net(x).mT.chunk(2, -1)
+            mean, log_variance = output.chunk(2, -1)
             log_variance = log_variance.clamp(-MAX_LOG_VARIANCE, MAX_LOG_VARIANCE)
         else:  # a sampled ensemble: its members have no variance of their own
-            mean = self.net(x).mT
-            log_variance = torch.full_like(mean, -math.inf)  # ln 0
+            mean = output
+            log_variance = torch.full_like(mean, -torch.inf)  # ln 0
         if self.prior_scale > 0:
             mean = mean + self.prior_scale * self.prior(x).mT
         return mean, log_variance
 
     def forward(self, observation: Tensor) -> Tensor:
-        """The mean of Q for each action: (K, inputs) -> (N, K, A)."""
+        """Q for each action: (K, inputs) -> (N, K, A)."""
         return self.mean_and_log_variance(observation)[0]
 
 
@@ -189,7 +190,10 @@ class ReplayBuffer:
 
 
 def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
-    """Takes out each step whose n-step return is complete; at an episode's end, all that are left (and shorter)."""
+    """Takes out each step that has its n rewards, with their return; at an episode's end all that are left, with fewer.
+
+    The caller adds the state that follows the last of these rewards, where the target bootstraps.
+    """
     while len(pending) == args.n_step or (done and pending):
         rewards = [reward for _, _, reward in pending]
         observation, action, _ = pending.popleft()
@@ -211,7 +215,7 @@ class IVDQN:
         device = choose_device(args)
         self.network = VarEnsembleQNetwork(num_inputs, num_actions, args).to(device)
         self.target_network = VarEnsembleQNetwork(num_inputs, num_actions, args).to(device).requires_grad_(False)
-        self.target_network.load_state_dict(self.network.state_dict())
+        self.target_network.load_state_dict(self.network.state_dict())  # with the same priors
         self.optimizer = torch.optim.Adam(self.network.net.parameters(), lr=args.learning_rate, fused=True)
         self.buffer = ReplayBuffer(
             args.buffer_size,
@@ -219,23 +223,28 @@ class IVDQN:
             observation=np.zeros(num_inputs, np.float32),
             action=np.int64(0),
             next_observation=np.zeros(num_inputs, np.float32),
-            reward=np.float32(0),
-            discount=np.float32(0),
+            reward=np.float32(0),  # r, or the n-step return
+            discount=np.float32(0),  # gamma, or gamma^n
             terminated=np.float32(0),
-            mask=np.zeros(args.num_nets, bool),
+            mask=np.zeros(args.num_nets, bool),  # M: which members learn from it
         )
 
     def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> int:
-        return majority_vote(member_actions(self.network, observation), rng)
+        return majority_vote(member_actions(self, observation), rng)
 
 
-Agent = IVDQN  # its name in all scripts
+Agent = IVDQN  # for the machinery below
 
 
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: Tensor, variance: Tensor) -> Tensor:
     """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
-    return (variance + (mean - mean.mean(0)) ** 2).mean(0)  # as mean(s2 + mu^2) - mean(mu)^2, but stable
+    return (variance + (mean - mean.mean(0)) ** 2).mean(0)  # mean(sigma^2 + mu^2) - mean(mu)^2, but stable
+
+
+def effective_batch_size(weight: Tensor) -> Tensor:
+    """EBS of each member's weights (Eq. 2): (N, K) -> (N,)."""
+    return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
 TINY = 1e-60  # stands for a variance of 0: the square of its inverse is still a number
@@ -256,13 +265,15 @@ def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np
     for _ in range(100):
         weight = mask / (variance + xi)
         square = weight * weight
+        # The sums of the weights, of their squares and of their cubes.
         s1 = weight.sum(-1, keepdims=True)
         s2 = square.sum(-1, keepdims=True)
         s3 = (square * weight).sum(-1, keepdims=True)
         deviation = np.sqrt(np.maximum(n * s2 - s1**2, 0))  # n times the standard deviation, as s1 is n times the mean
-        # Newton's step to s1 / deviation = goal; the slope of the left side is n (s1 s3 - s2^2) / deviation^3.
-        step = (goal * deviation - s1) * deviation**2 / np.maximum(n * (s1 * s3 - s2**2), 1e-200)
-        step = np.clip(step, -0.9 * xi, 9 * xi)  # xi stays positive
+        # Newton's step to s1 / deviation = goal. Gap and slope are multiplied by deviation^3, which may be 0.
+        gap = (goal * deviation - s1) * deviation**2
+        slope = n * (s1 * s3 - s2**2)
+        step = np.clip(gap / np.maximum(slope, 1e-200), -0.9 * xi, 9 * xi)  # xi stays positive
         xi = xi + step
         if (abs(step) <= 1e-7 * xi)[needed].all():
             break
@@ -280,29 +291,28 @@ def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tens
 
     Alg. 2 estimates xi before it masks the minibatch (lines 23-24); we mask first, as Alg. 3 does (lines 21-24).
     """
-    variances = variance.double().cpu().numpy()  # in double precision: EBS is to reach MEBS exactly
-    unmasked = mask.cpu().numpy()
+    variance_array = variance.double().cpu().numpy()  # in double precision: EBS is to reach MEBS exactly
+    mask_array = mask.cpu().numpy()
     if args.xi is None:
-        xi = smallest_xi(variances, unmasked, args.mebs_ratio)
+        xi = smallest_xi(variance_array, mask_array, args.mebs_ratio)
     else:
-        xi = np.full((len(variances), 1), args.xi)
-    weight = biv_weights(variances, unmasked, xi)
-    return torch.from_numpy(weight).to(variance), torch.from_numpy(xi)
+        xi = np.full((len(variance_array), 1), args.xi)
+    weight = biv_weights(variance_array, mask_array, xi)
+    return torch.from_numpy(weight).to(variance.device, variance.dtype), torch.from_numpy(xi)
 
 
 def sample_weights(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
-    """The weights of each member's unmasked samples (N, K), and xi: BIV, or those of Eq. 5 and App. F (Eq. 17, 18)."""
+    """The weights of each member's unmasked samples (N, K), and xi (N, 1), which only BIV has."""
     require_finite("a variance", variance.cpu())
-    xi = torch.zeros(len(mask), 1)  # only BIV has one
     if args.weighting == "biv":
-        weight, xi = biv_weights_and_xi(variance, mask, args)
-    elif args.weighting == "sunrise":
-        weight = uniform_weights(mask) * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
-    elif args.weighting == "uwac":
-        weight = uniform_weights(mask) * (args.uwac_beta / variance).clamp_max(1.5)
-    else:
-        weight = uniform_weights(mask)
-    return weight, xi
+        return biv_weights_and_xi(variance, mask, args)
+    if args.weighting == "sunrise":  # Eq. 18
+        factor = torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5
+    elif args.weighting == "uwac":  # Eq. 17
+        factor = (args.uwac_beta / variance).clamp_max(1.5)
+    else:  # L2, Eq. 5
+        factor = 1
+    return uniform_weights(mask) * factor, torch.zeros(len(mask), 1)
 
 
 # ---------------------------------------------------------------------------- losses
@@ -312,7 +322,7 @@ def uniform_weights(mask: Tensor) -> Tensor:
 
 
 def at_action(values: Tensor, action: Tensor) -> Tensor:
-    """Each member's value of the action that was taken: (N, K, A) at (K,) -> (N, K)."""
+    """The value of each sample's action: (..., K, A) at (..., K) -> (..., K)."""
     index = action.expand(values.shape[:-1]).unsqueeze(-1)
     return values.gather(-1, index).squeeze(-1)
 
@@ -335,12 +345,13 @@ def ivdqn_loss(
     with torch.no_grad():
         # Lines 14-15: each member's own greedy a', and its target.
         all_next_means, all_next_log_variances = target_network.mean_and_log_variance(batch.next_observation)
-        next_mean, next_action = all_next_means.max(-1)  # each (N, K)
+        next_action = all_next_means.argmax(-1)  # (N, K)
+        next_mean = at_action(all_next_means, next_action)
         target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
         # Lines 16-21: the variance of the mixture of all members, at each member's a'.
         mixture = mixture_variance(all_next_means, all_next_log_variances.exp())  # (K, A), the same for all members
-        next_variance = mixture.gather(-1, next_action.T).T  # (N, K)
-        target_variance = batch.discount**2 * next_variance  # the part of Eq. 9 that the ensemble knows
+        next_variance = at_action(mixture.expand_as(all_next_means), next_action)  # (N, K)
+        target_variance = batch.discount**2 * next_variance  # the first term of Eq. 9
         if not args.terminal_variance:
             target_variance = target_variance * (1 - batch.terminated)
         # Lines 23-24: xi and the weights. SUNRISE and UWAC weigh by the variance at (s', a') itself.
@@ -365,11 +376,6 @@ def ivdqn_loss(
     }
 
 
-def effective_batch_size(weight: Tensor) -> Tensor:
-    """EBS of each member's weights (Eq. 2): (N, K) -> (N,)."""
-    return weight.sum(-1) ** 2 / (weight**2).sum(-1)
-
-
 def ivdqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
     """What is logged of an update."""
     return {
@@ -386,27 +392,31 @@ def ivdqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
     }
 
 
-def clip_each_member(parameters: list[nn.Parameter], max_norm: float) -> None:
+def clip_each_member(network: nn.Module, max_norm: float) -> None:
     """Scales the gradient of each member, over all its layers, down to the given norm."""
-    squares = sum((parameter.grad**2).sum((1, 2)) for parameter in parameters)  # (N,)
+    squares = sum((parameter.grad**2).sum((1, 2)) for parameter in network.parameters())  # (N,)
     factor = (max_norm / squares.sqrt()).clamp_max(1).view(-1, 1, 1)
-    for parameter in parameters:
+    for parameter in network.parameters():
         parameter.grad *= factor
 
 
 @torch.no_grad()
-def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target, online in zip(target_parameters, parameters, strict=True):
+def soft_update(target_network: nn.Module, network: nn.Module, tau: float) -> None:
+    """Moves each parameter of the target network by a share tau towards the online one."""
+    for target, online in zip(target_network.parameters(), network.parameters(), strict=True):
         target.lerp_(online, tau)
 
 
 # ---------------------------------------------------------------------------- acting and evaluation
+def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    """One observation as a batch: (1, inputs)."""
+    return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
+
+
 @torch.no_grad()
-def member_actions(network: nn.Module, observation: np.ndarray) -> np.ndarray:
+def member_actions(agent: Agent, observation: np.ndarray) -> np.ndarray:
     """The greedy action of each member (Alg. 1 and 2, line 5): (N,)."""
-    device = next(network.parameters()).device
-    q_values = network(torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0))  # (N, 1, A)
+    q_values = agent.network(to_batch(observation, agent.buffer.device))  # (N, 1, A)
     return q_values.argmax(-1).squeeze(-1).cpu().numpy()
 
 
@@ -423,7 +433,7 @@ def require_discrete_actions(env: gym.Env) -> gym.Env:
     return env
 
 
-adapt_actions = require_discrete_actions  # its name in all scripts
+adapt_actions = require_discrete_actions  # for the machinery below
 
 
 def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
@@ -448,15 +458,12 @@ def train(args: Args) -> Path:
         rng = np.random.default_rng(args.seed)
         run.solved_at = run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at
         run.start(agent, rng)
-        parameters = list(agent.network.net.parameters())
-        target_parameters = list(agent.target_network.net.parameters())
-        # The K of all shapes above: about batch_size of them survive a member's mask.
-        sample_size = round(args.batch_size / args.mask_prob)
+        sample_size = round(args.batch_size / args.mask_prob)  # K: about batch_size of them survive a member's mask
         while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
             member = rng.integers(args.num_nets)  # line 3: one member acts for the whole episode
             epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**run.episode)
-            pending = deque()  # the steps whose n-step return is not complete yet
+            pending = deque()  # (observation, action, reward) of the steps that wait for their n-step return
             episodic_return = 0.0
             episodic_length = 0
             done = False
@@ -466,7 +473,7 @@ def train(args: Args) -> Path:
                 if rng.random() < epsilon:
                     action = int(rng.integers(env.action_space.n))
                 else:
-                    action = int(member_actions(agent.network, observation)[member])
+                    action = int(member_actions(agent, observation)[member])
                 next_observation, reward, terminated, truncated, _ = env.step(action)  # line 6
                 done = terminated or truncated
                 episodic_return += reward
@@ -481,6 +488,7 @@ def train(args: Args) -> Path:
                         mask=rng.random(args.num_nets) < args.mask_prob,
                     )
                 observation = next_observation  # line 9
+                # The buffer may still be empty: n-step returns may all be pending.
                 learning = run.global_step > args.learning_starts and agent.buffer.size > 0
                 if learning and run.global_step % args.train_frequency == 0:
                     batch = agent.buffer.sample(sample_size, rng)  # line 10
@@ -489,12 +497,12 @@ def train(args: Args) -> Path:
                     agent.optimizer.zero_grad()
                     loss.backward()
                     if args.max_grad_norm is not None:
-                        clip_each_member(parameters, args.max_grad_norm)
+                        clip_each_member(agent.network.net, args.max_grad_norm)
                     agent.optimizer.step()
                     if run.global_step % args.log_every == 0:
                         run.log(ivdqn_metrics(loss, tensors))
                 if learning and run.global_step % args.target_network_frequency == 0:
-                    soft_update(target_parameters, parameters, args.tau)  # line 26
+                    soft_update(agent.target_network.net, agent.network.net, args.tau)  # line 26: the priors stay
                 run.show_progress()
             if done:
                 run.episode += 1
@@ -602,7 +610,6 @@ class RunArgs:
     env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
     torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -57,7 +57,7 @@ class IVSACArgs:
     learning_starts: int = 1000  # environment steps, with random actions, before the first update
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
-    batch_size: int = 1024  # K: samples that a member learns from in an update: K / p_m are drawn, and masked
+    batch_size: int = 1024  # effective minibatch size (App. B): K = batch_size / p_m samples are drawn, and masked
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 3e-4  # learning rate of the critics
     alpha_lr: float = 3e-4  # learning rate of alpha
@@ -68,22 +68,23 @@ class IVSACArgs:
     mask_prob: float = 0.9  # p_m: probability that a member learns from a transition
     ucb: float = 10.0  # Lambda_UCB: weight of the critics' spread in acting (0: one member acts for each episode)
     variance_heads: bool = True  # sigma^2: networks predict variances (--no-...: sampled ensemble, no L_LA)
-    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: 0)
+    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: 0, for BIV)
     weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the samples in both losses
-    mebs_ratio: float = 0.8  # MEBS/K: minimal effective batch size, as a share of the unmasked samples
+    mebs_ratio: float = 0.8  # minimal EBS ratio (App. B): MEBS as a share of the unmasked samples
     xi: float | None = None  # constant xi in place of a minimal effective batch size
     loss_attenuation_weight: float = 2.5  # lambda: weight of loss attenuation L_LA
     sunrise_temperature: float = 20.0  # T: temperature of the SUNRISE weights
     uwac_beta: float = 0.8  # beta: scale of the UWAC weights
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
+    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of torch's float32 products (docs/speed.md)
 
     def __post_init__(self) -> None:
         if self.num_nets == 1:  # App. A.3, said there of IV-DQN: a mask makes no sense for a single network
             self.mask_prob = 1.0
 
 
-AlgorithmArgs = IVSACArgs  # its name in all scripts
+AlgorithmArgs = IVSACArgs  # for the machinery below, which adds the run's arguments and calls all of them Args
 
 
 # ---------------------------------------------------------------------------- networks
@@ -115,7 +116,7 @@ class EnsemblePolicy(nn.Module):
         self.nets = nn.ModuleList(mlp(num_inputs, args.hidden_size, 2 * action_size) for _ in range(args.num_nets))
 
     def mean_and_log_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the Gaussian: (K, inputs) -> two of (N, K, A)."""
+        """Mean and log standard deviation before the tanh: (K, inputs) -> two of (N, K, A)."""
         mean, log_std = torch.stack([net(observation) for net in self.nets]).chunk(2, -1)
         return mean, log_std.clamp(-20, 2)  # rlkit's bounds
 
@@ -129,7 +130,7 @@ class EnsemblePolicy(nn.Module):
 
 
 def critic_inputs(observation: Tensor, action: Tensor) -> Tensor:
-    """Observations (K, ...) beside each of the actions (..., K, A): (..., K, inputs)."""
+    """Observations (K, inputs) beside each of the actions (..., K, A): (..., K, inputs + A)."""
     return torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
 
 
@@ -143,28 +144,31 @@ class VarEnsembleCritic(nn.Module):
         super().__init__()
         sizes = (num_inputs + action_size, args.hidden_size, 2 if args.variance_heads else 1)
         self.variance_heads = args.variance_heads
+        self.num_nets = args.num_nets
         self.twins = nn.ModuleList(nn.ModuleList(mlp(*sizes) for _ in range(args.num_nets)) for _ in range(2))
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        """Mean of Q by both twins of each member, at its own actions (N, K, A) or at shared ones (K, A): (N, 2, K)."""
+        """Q by both twins of each member, at its own actions (N, K, A) or at shared ones (K, A): (N, 2, K)."""
         return self.mean_and_log_variance(observation, action)[0]
 
     def mean_and_log_variance(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and ln sigma^2 of Q, likewise."""
-        x = critic_inputs(observation, action).expand(len(self.twins[0]), -1, -1)  # (N, K, inputs)
-        first = self.twin(0, x)
-        second = self.twin(1, x)
-        return torch.stack((first[0], second[0]), 1), torch.stack((first[1], second[1]), 1)
+        """Mean and ln sigma^2 of Q, by the same: two of (N, 2, K)."""
+        x = critic_inputs(observation, action).expand(self.num_nets, -1, -1)  # (N, K, inputs + A)
+        first_mean, first_log_variance = self.twin(0, x)  # each (N, K)
+        second_mean, second_log_variance = self.twin(1, x)
+        mean = torch.stack((first_mean, second_mean), 1)
+        log_variance = torch.stack((first_log_variance, second_log_variance), 1)
+        return mean, log_variance
 
     def twin(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and ln sigma^2 by one twin of each member: (N, K, inputs) -> two of (N, K)."""
-        output = torch.stack([net(own) for net, own in zip(self.twins[number], x, strict=True)])
+        """Mean and ln sigma^2 by one twin of each member: (N, K, inputs + A) -> two of (N, K)."""
+        output = torch.stack([net(member_x) for net, member_x in zip(self.twins[number], x, strict=True)])
         if self.variance_heads:
             mean, log_variance = output.unbind(-1)
             log_variance = log_variance.clamp(-MAX_LOG_VARIANCE, MAX_LOG_VARIANCE)
         else:  # a sampled ensemble: its members have no variance of their own
             mean = output.squeeze(-1)
-            log_variance = torch.full_like(mean, -math.inf)  # ln 0
+            log_variance = torch.full_like(mean, -torch.inf)  # ln 0
         return mean, log_variance
 
 
@@ -238,22 +242,28 @@ class IVSAC:
             next_observation=np.zeros(num_inputs, np.float32),
             reward=np.float32(0),
             terminated=np.float32(0),
-            mask=np.zeros(args.num_nets, bool),
+            mask=np.zeros(args.num_nets, bool),  # M: which members learn from it
         )
 
     @torch.no_grad()
     def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
         """The average of the members' deterministic actions (App. A.4)."""
-        return self.actor.mode(to_batch(observation, self.buffer.device)).mean(0).squeeze(0).cpu().numpy()
+        actions = self.actor.mode(to_batch(observation, self.buffer.device))  # (N, 1, A)
+        return actions.mean(0).squeeze(0).cpu().numpy()
 
 
-Agent = IVSAC  # its name in all scripts
+Agent = IVSAC  # for the machinery below
 
 
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: Tensor, variance: Tensor) -> Tensor:
     """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
-    return (variance + (mean - mean.mean(0)) ** 2).mean(0)  # as mean(s2 + mu^2) - mean(mu)^2, but stable
+    return (variance + (mean - mean.mean(0)) ** 2).mean(0)  # mean(sigma^2 + mu^2) - mean(mu)^2, but stable
+
+
+def effective_batch_size(weight: Tensor) -> Tensor:
+    """EBS of each member's weights (Eq. 2): (N, K) -> (N,)."""
+    return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
 TINY = 1e-60  # stands for a variance of 0: the square of its inverse is still a number
@@ -274,13 +284,15 @@ def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np
     for _ in range(100):
         weight = mask / (variance + xi)
         square = weight * weight
+        # The sums of the weights, of their squares and of their cubes.
         s1 = weight.sum(-1, keepdims=True)
         s2 = square.sum(-1, keepdims=True)
         s3 = (square * weight).sum(-1, keepdims=True)
         deviation = np.sqrt(np.maximum(n * s2 - s1**2, 0))  # n times the standard deviation, as s1 is n times the mean
-        # Newton's step to s1 / deviation = goal; the slope of the left side is n (s1 s3 - s2^2) / deviation^3.
-        step = (goal * deviation - s1) * deviation**2 / np.maximum(n * (s1 * s3 - s2**2), 1e-200)
-        step = np.clip(step, -0.9 * xi, 9 * xi)  # xi stays positive
+        # Newton's step to s1 / deviation = goal. Gap and slope are multiplied by deviation^3, which may be 0.
+        gap = (goal * deviation - s1) * deviation**2
+        slope = n * (s1 * s3 - s2**2)
+        step = np.clip(gap / np.maximum(slope, 1e-200), -0.9 * xi, 9 * xi)  # xi stays positive
         xi = xi + step
         if (abs(step) <= 1e-7 * xi)[needed].all():
             break
@@ -298,29 +310,28 @@ def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tens
 
     Alg. 2 estimates xi before it masks the minibatch (lines 23-24); we mask first, as Alg. 3 does (lines 21-24).
     """
-    variances = variance.double().cpu().numpy()  # in double precision: EBS is to reach MEBS exactly
-    unmasked = mask.cpu().numpy()
+    variance_array = variance.double().cpu().numpy()  # in double precision: EBS is to reach MEBS exactly
+    mask_array = mask.cpu().numpy()
     if args.xi is None:
-        xi = smallest_xi(variances, unmasked, args.mebs_ratio)
+        xi = smallest_xi(variance_array, mask_array, args.mebs_ratio)
     else:
-        xi = np.full((len(variances), 1), args.xi)
-    weight = biv_weights(variances, unmasked, xi)
-    return torch.from_numpy(weight).to(variance), torch.from_numpy(xi)
+        xi = np.full((len(variance_array), 1), args.xi)
+    weight = biv_weights(variance_array, mask_array, xi)
+    return torch.from_numpy(weight).to(variance.device, variance.dtype), torch.from_numpy(xi)
 
 
 def sample_weights(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
-    """The weights of each member's unmasked samples (N, K), and xi: BIV, or those of Eq. 5 and App. F (Eq. 17, 18)."""
+    """The weights of each member's unmasked samples (N, K), and xi (N, 1), which only BIV has."""
     require_finite("a variance", variance.cpu())
-    xi = torch.zeros(len(mask), 1)  # only BIV has one
     if args.weighting == "biv":
-        weight, xi = biv_weights_and_xi(variance, mask, args)
-    elif args.weighting == "sunrise":
-        weight = uniform_weights(mask) * (torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5)
-    elif args.weighting == "uwac":
-        weight = uniform_weights(mask) * (args.uwac_beta / variance).clamp_max(1.5)
-    else:
-        weight = uniform_weights(mask)
-    return weight, xi
+        return biv_weights_and_xi(variance, mask, args)
+    if args.weighting == "sunrise":  # Eq. 18
+        factor = torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5
+    elif args.weighting == "uwac":  # Eq. 17
+        factor = (args.uwac_beta / variance).clamp_max(1.5)
+    else:  # L2, Eq. 5
+        factor = 1
+    return uniform_weights(mask) * factor, torch.zeros(len(mask), 1)
 
 
 def predictive_variance(critic: nn.Module, observation: Tensor, action: Tensor, lower_twin: Tensor) -> Tensor:
@@ -328,11 +339,11 @@ def predictive_variance(critic: nn.Module, observation: Tensor, action: Tensor, 
 
     The samples are split by that twin: to evaluate both everywhere is a quarter more arithmetic (docs/speed.md).
     """
-    x = critic_inputs(observation, action)  # (N, K, inputs)
+    x = critic_inputs(observation, action)  # (N, K, inputs + A)
     variance = torch.empty_like(action[..., 0])  # (N, K)
     for twin in (0, 1):
         chosen = lower_twin == twin  # (N, K)
-        shared = x[chosen].expand(len(x), -1, -1)  # the same samples for every member: (N, samples, inputs)
+        shared = x[chosen].expand(len(x), -1, -1)  # every member judges all of them: (N, samples, inputs + A)
         mean, log_variance = critic.twin(twin, shared)  # lines 3-6: each (N, samples)
         variance[chosen] = mixture_variance(mean, log_variance.exp())  # lines 7-8
     return variance
@@ -353,7 +364,7 @@ def loss_attenuation(squared_error: Tensor, log_variance: Tensor, mask: Tensor) 
 @torch.no_grad()
 def ivsac_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, Tensor]:
     """Each member's targets, and the variance of the prediction in them (Alg. 3, lines 15, 17, 19): two of (N, K)."""
-    # Lines 15 and 17: each member's own a'. The lower twin and the entropy are SAC's; the paper leaves them out.
+    # Lines 15 and 17: each member's own a'. The lower twin and the entropy are SAC's (App. A.4).
     next_action, next_log_prob = agent.actor.sample(batch.next_observation)
     next_q_values = agent.target_critic(batch.next_observation, next_action)  # (N, 2, K)
     next_value = next_q_values.amin(1) - alpha * next_log_prob
@@ -368,6 +379,7 @@ def ivsac_actor_loss(
     agent: Agent, batch: SimpleNamespace, mask: Tensor, alpha: Tensor, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L_actor, summed over the members (Alg. 3, lines 18 and 21-23; Eq. 15)."""
+    # The a of line 18, which the box does not draw: each member's own action at s, as in Eq. 15.
     action, log_prob = agent.actor.sample(batch.observation)
     q_values = agent.critic(batch.observation, action)  # (N, 2, K)
     with torch.no_grad():
@@ -385,7 +397,7 @@ def ivsac_critic_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L_IVRL of both twins, summed over the members (Alg. 3, lines 16, 21 and 24-25; Eq. 10)."""
     # Line 24: the weights, by the variance of the targets.
-    target_variance = args.gamma**2 * next_variance  # the part of Eq. 9 that the ensemble knows
+    target_variance = args.gamma**2 * next_variance  # the first term of Eq. 9
     if not args.terminal_variance:
         target_variance = target_variance * (1 - batch.terminated)
     # SUNRISE and UWAC weigh by the variance at (s', a') itself.
@@ -400,8 +412,15 @@ def ivsac_critic_loss(
     else:
         attenuation = torch.zeros(())
     loss = biv + args.loss_attenuation_weight * attenuation  # Eq. 10
-    tensors = {"mean": mean, "log_variance": log_variance, "biv": biv, "attenuation": attenuation}
-    return loss, tensors | {"variance": variance, "weight": weight, "xi": xi}
+    return loss, {
+        "mean": mean,
+        "log_variance": log_variance,
+        "variance": variance,
+        "weight": weight,
+        "xi": xi,
+        "biv": biv,
+        "attenuation": attenuation,
+    }
 
 
 def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, action_size: int) -> Tensor:
@@ -417,9 +436,9 @@ def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 @torch.no_grad()
-def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target, online in zip(target_parameters, parameters, strict=True):
+def soft_update(target_network: nn.Module, network: nn.Module, tau: float) -> None:
+    """Moves each parameter of the target network by a share tau towards the online one."""
+    for target, online in zip(target_network.parameters(), network.parameters(), strict=True):
         target.lerp_(online, tau)
 
 
@@ -430,21 +449,17 @@ def ivsac_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict
     target, next_variance = ivsac_targets(agent, batch, alpha, args)
     agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
     actor_loss, actor_tensors = ivsac_actor_loss(agent, batch, mask, alpha, args)
-    minimize(agent.actor_optimizer, actor_loss)
+    minimize(agent.actor_optimizer, actor_loss)  # line 23
     agent.critic.requires_grad_(True)
+    # Not in the box: SAC's temperature.
     alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], mask, batch.action.shape[-1])
     if args.autotune:
         minimize(agent.alpha_optimizer, alpha_loss)
     critic_loss, critic_tensors = ivsac_critic_loss(agent, batch, mask, target, next_variance, args)
-    minimize(agent.critic_optimizer, critic_loss)
-    soft_update(agent.target_critic.parameters(), agent.critic.parameters(), args.tau)  # line 26
+    minimize(agent.critic_optimizer, critic_loss)  # line 25
+    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
     losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
     return losses, critic_tensors, actor_tensors
-
-
-def effective_batch_size(weight: Tensor) -> Tensor:
-    """EBS of each member's weights (Eq. 2): (N, K) -> (N,)."""
-    return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
 def ivsac_metrics(losses: dict, critic_tensors: dict, actor_tensors: dict) -> dict[str, float]:
@@ -466,19 +481,28 @@ def ivsac_metrics(losses: dict, critic_tensors: dict, actor_tensors: dict) -> di
 
 # ---------------------------------------------------------------------------- acting and evaluation
 def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    """One observation as a batch: (1, inputs)."""
     return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
 
 
 @torch.no_grad()
-def ucb_action(agent: Agent, observation: np.ndarray, member: int, args: Args) -> tuple[np.ndarray, int, float]:
-    """The action of the member with the highest UCB, or of the given one if --ucb 0 (Alg. 3, lines 4-5)."""
+def ucb_action(agent: Agent, observation: np.ndarray, episode_member: int, args: Args) -> tuple[np.ndarray, int, float]:
+    """The action of the member with the highest UCB, that member and its spread (Alg. 3, lines 4-5).
+
+    With --ucb 0 it is the member drawn for the episode (App. B).
+    """
     state = to_batch(observation, agent.buffer.device)  # (1, inputs)
     actions = agent.actor.sample(state)[0].squeeze(1)  # (N, A)
     q_values = agent.critic(state, actions)  # both twins of every member, at each action: (N, 2, N)
-    std, mean = torch.std_mean(q_values, (0, 1), unbiased=False)  # over the 2N critics: (N,)
+    std, mean = torch.std_mean(q_values, (0, 1), unbiased=False)  # over the means of all 2N critics (App. A.4): (N,)
     if args.ucb > 0:
         member = int((mean + args.ucb * std).argmax())
+    else:
+        member = episode_member
     return actions[member].cpu().numpy(), member, std[member].item()
+
+
+MAX_ACTION = 1e18  # so that its square is finite in single precision
 
 
 def scaled_actions(env: gym.Env) -> gym.Env:
@@ -486,12 +510,12 @@ def scaled_actions(env: gym.Env) -> gym.Env:
     space = env.action_space
     is_box = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
     has_range = is_box and space.shape != (0,) and (space.low < space.high).all()
-    if not has_range or np.abs([space.low, space.high]).max() > 1e18:
+    if not has_range or np.abs([space.low, space.high]).max() > MAX_ACTION:
         raise RunError(f"{env.spec.id} has actions {space}, not a flat, bounded Box: try dqn.py and its like")
     return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
 
 
-adapt_actions = scaled_actions  # its name in all scripts
+adapt_actions = scaled_actions  # for the machinery below
 
 
 def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
@@ -514,8 +538,7 @@ def train(args: Args) -> Path:
         env = run.env
         agent = Agent(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
-        # The K of all shapes above: about batch_size of them survive a member's mask.
-        sample_size = round(args.batch_size / args.mask_prob)
+        sample_size = round(args.batch_size / args.mask_prob)  # K: about batch_size of them survive a member's mask
         num_updates = round(args.rollout_length * args.updates_per_step)
         if num_updates == 0:
             raise RunError("--rollout-length times --updates-per-step must be at least 1")
@@ -550,19 +573,20 @@ def train(args: Args) -> Path:
                 )
                 observation = next_observation
                 # Line 11. The optimization steps follow an episode there, and every --rollout-length steps here.
-                steps_to_learn = run.global_step % args.rollout_length
-                if run.global_step >= args.learning_starts and steps_to_learn == 0:
+                rollout_is_complete = run.global_step % args.rollout_length == 0
+                if rollout_is_complete and run.global_step >= args.learning_starts:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(sample_size, rng)  # line 12
                         losses, critic_tensors, actor_tensors = ivsac_update(agent, batch, args)  # lines 13-27
                         require_finite("a loss", sum(losses.values()).item())
-                        run.show_progress(args.rollout_length * (num_updates - update - 1) / num_updates)
+                        steps_to_learn = args.rollout_length * (num_updates - update - 1) / num_updates
+                        run.show_progress(steps_to_learn)
                     if run.global_step % args.log_every == 0:
                         row = {"exploration/ucb_std": ucb_std, "exploration/acting_member": member}
                         run.log(ivsac_metrics(losses, critic_tensors, actor_tensors) | row)
                 if args.eval_every and run.global_step % args.eval_every == 0:
                     run.log(run.evaluation_row(agent, run.global_step))
-                run.show_progress(steps_to_learn)
+                run.show_progress(run.global_step % args.rollout_length)
             if done:
                 run.episode += 1
                 row = {
@@ -666,7 +690,6 @@ class RunArgs:
     env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
     torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})

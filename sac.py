@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -64,9 +64,10 @@ class SACArgs:
     tau: float = 0.005  # rate of the soft target update
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
+    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of torch's float32 products (docs/speed.md)
 
 
-AlgorithmArgs = SACArgs  # its name in all scripts
+AlgorithmArgs = SACArgs  # for the machinery below, which adds the run's arguments and calls all of them Args
 
 
 # ---------------------------------------------------------------------------- networks
@@ -98,7 +99,7 @@ class Policy(nn.Module):
         self.net = mlp(num_inputs, args.hidden_size, 2 * action_size)
 
     def mean_and_log_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the Gaussian: (K, inputs) -> two of (K, A)."""
+        """Mean and log standard deviation before the tanh: (K, inputs) -> two of (K, A)."""
         mean, log_std = self.net(observation).chunk(2, -1)
         return mean, log_std.clamp(-20, 2)  # rlkit's bounds
 
@@ -200,21 +201,23 @@ class SAC:
     @torch.no_grad()
     def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
         """The policy's deterministic action."""
-        return self.actor.mode(to_batch(observation, self.buffer.device)).squeeze(0).cpu().numpy()
+        action = self.actor.mode(to_batch(observation, self.buffer.device))  # (1, A)
+        return action.squeeze(0).cpu().numpy()
 
 
-Agent = SAC  # its name in all scripts
+Agent = SAC  # for the machinery below
 
 
 # ---------------------------------------------------------------------------- losses
 @torch.no_grad()
 def sac_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args) -> Tensor:
     """The targets (Alg. 3, lines 15 and 17): (K,)."""
-    # Lines 15 and 17. The lower twin and the entropy are SAC's; the paper leaves them out.
+    # Lines 15 and 17. The lower twin and the entropy are SAC's (App. A.4).
     next_action, next_log_prob = agent.actor.sample(batch.next_observation)
     next_q_values = agent.target_critic(batch.next_observation, next_action)  # (2, K)
     next_value = next_q_values.amin(0) - alpha * next_log_prob
-    return batch.reward + args.gamma * (1 - batch.terminated) * next_value
+    target = batch.reward + args.gamma * (1 - batch.terminated) * next_value
+    return target
 
 
 def sac_actor_loss(agent: Agent, batch: SimpleNamespace, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -248,9 +251,9 @@ def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 @torch.no_grad()
-def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target, online in zip(target_parameters, parameters, strict=True):
+def soft_update(target_network: nn.Module, network: nn.Module, tau: float) -> None:
+    """Moves each parameter of the target network by a share tau towards the online one."""
+    for target, online in zip(target_network.parameters(), network.parameters(), strict=True):
         target.lerp_(online, tau)
 
 
@@ -260,14 +263,15 @@ def sac_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict, 
     target = sac_targets(agent, batch, alpha, args)
     agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
     actor_loss, actor_tensors = sac_actor_loss(agent, batch, alpha)
-    minimize(agent.actor_optimizer, actor_loss)
+    minimize(agent.actor_optimizer, actor_loss)  # line 23
     agent.critic.requires_grad_(True)
+    # Not in the box: SAC's temperature.
     alpha_loss = single_temperature_loss(agent.temperature, actor_tensors["log_prob"], batch.action.shape[-1])
     if args.autotune:
         minimize(agent.alpha_optimizer, alpha_loss)
     critic_loss, critic_tensors = sac_critic_loss(agent, batch, target)
-    minimize(agent.critic_optimizer, critic_loss)
-    soft_update(agent.target_critic.parameters(), agent.critic.parameters(), args.tau)  # line 26
+    minimize(agent.critic_optimizer, critic_loss)  # line 25
+    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
     losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
     return losses, critic_tensors
 
@@ -281,6 +285,7 @@ def sac_metrics(losses: dict, critic_tensors: dict) -> dict[str, float]:
 
 # ---------------------------------------------------------------------------- acting and evaluation
 def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    """One observation as a batch: (1, inputs)."""
     return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
 
 
@@ -291,17 +296,20 @@ def policy_action(agent: Agent, observation: np.ndarray) -> np.ndarray:
     return action.squeeze(0).cpu().numpy()
 
 
+MAX_ACTION = 1e18  # so that its square is finite in single precision
+
+
 def scaled_actions(env: gym.Env) -> gym.Env:
     """Actions between -1 and 1, whatever their bounds; refuses an environment whose actions this family cannot take."""
     space = env.action_space
     is_box = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
     has_range = is_box and space.shape != (0,) and (space.low < space.high).all()
-    if not has_range or np.abs([space.low, space.high]).max() > 1e18:
+    if not has_range or np.abs([space.low, space.high]).max() > MAX_ACTION:
         raise RunError(f"{env.spec.id} has actions {space}, not a flat, bounded Box: try dqn.py and its like")
     return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
 
 
-adapt_actions = scaled_actions  # its name in all scripts
+adapt_actions = scaled_actions  # for the machinery below
 
 
 def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
@@ -354,18 +362,19 @@ def train(args: Args) -> Path:
                 )
                 observation = next_observation
                 # Line 11. The optimization steps follow an episode there, and every --rollout-length steps here.
-                steps_to_learn = run.global_step % args.rollout_length
-                if run.global_step >= args.learning_starts and steps_to_learn == 0:
+                rollout_is_complete = run.global_step % args.rollout_length == 0
+                if rollout_is_complete and run.global_step >= args.learning_starts:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(args.batch_size, rng)  # line 12
                         losses, critic_tensors = sac_update(agent, batch, args)  # lines 13-27
                         require_finite("a loss", sum(losses.values()).item())
-                        run.show_progress(args.rollout_length * (num_updates - update - 1) / num_updates)
+                        steps_to_learn = args.rollout_length * (num_updates - update - 1) / num_updates
+                        run.show_progress(steps_to_learn)
                     if run.global_step % args.log_every == 0:
                         run.log(sac_metrics(losses, critic_tensors))
                 if args.eval_every and run.global_step % args.eval_every == 0:
                     run.log(run.evaluation_row(agent, run.global_step))
-                run.show_progress(steps_to_learn)
+                run.show_progress(run.global_step % args.rollout_length)
             if done:
                 run.episode += 1
                 row = {
@@ -469,7 +478,6 @@ class RunArgs:
     env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
     torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -55,7 +55,7 @@ class SunriseSACArgs:
     learning_starts: int = 1000  # environment steps, with random actions, before the first update
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
-    batch_size: int = 512  # K: samples that a member learns from in an update: K / p_m are drawn, and masked
+    batch_size: int = 512  # effective minibatch size (App. B): K = batch_size / p_m samples are drawn, and masked
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 3e-4  # learning rate of the critics
     alpha_lr: float = 3e-4  # learning rate of alpha
@@ -68,13 +68,14 @@ class SunriseSACArgs:
     sunrise_temperature: float = 20.0  # T: temperature of the SUNRISE weights
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
+    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of torch's float32 products (docs/speed.md)
 
     def __post_init__(self) -> None:
         if self.num_nets == 1:  # App. A.3, said there of IV-DQN: a mask makes no sense for a single network
             self.mask_prob = 1.0
 
 
-AlgorithmArgs = SunriseSACArgs  # its name in all scripts
+AlgorithmArgs = SunriseSACArgs  # for the machinery below, which adds the run's arguments and calls all of them Args
 
 
 # ---------------------------------------------------------------------------- networks
@@ -106,7 +107,7 @@ class EnsemblePolicy(nn.Module):
         self.nets = nn.ModuleList(mlp(num_inputs, args.hidden_size, 2 * action_size) for _ in range(args.num_nets))
 
     def mean_and_log_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the Gaussian: (K, inputs) -> two of (N, K, A)."""
+        """Mean and log standard deviation before the tanh: (K, inputs) -> two of (N, K, A)."""
         mean, log_std = torch.stack([net(observation) for net in self.nets]).chunk(2, -1)
         return mean, log_std.clamp(-20, 2)  # rlkit's bounds
 
@@ -120,7 +121,7 @@ class EnsemblePolicy(nn.Module):
 
 
 def critic_inputs(observation: Tensor, action: Tensor) -> Tensor:
-    """Observations (K, ...) beside each of the actions (..., K, A): (..., K, inputs)."""
+    """Observations (K, inputs) beside each of the actions (..., K, A): (..., K, inputs + A)."""
     return torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
 
 
@@ -130,16 +131,17 @@ class EnsembleCritic(nn.Module):
     def __init__(self, num_inputs: int, action_size: int, args: Args):
         super().__init__()
         sizes = (num_inputs + action_size, args.hidden_size, 1)
+        self.num_nets = args.num_nets
         self.twins = nn.ModuleList(nn.ModuleList(mlp(*sizes) for _ in range(args.num_nets)) for _ in range(2))
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
         """Q by both twins of each member, at its own actions (N, K, A) or at shared ones (K, A): (N, 2, K)."""
-        x = critic_inputs(observation, action).expand(len(self.twins[0]), -1, -1)  # (N, K, inputs)
+        x = critic_inputs(observation, action).expand(self.num_nets, -1, -1)  # (N, K, inputs + A)
         return torch.stack((self.twin(0, x), self.twin(1, x)), 1)
 
     def twin(self, number: int, x: Tensor) -> Tensor:
-        """Q by one twin of each member: (N, K, inputs) -> (N, K)."""
-        output = torch.stack([net(own) for net, own in zip(self.twins[number], x, strict=True)])
+        """Q by one twin of each member: (N, K, inputs + A) -> (N, K)."""
+        output = torch.stack([net(member_x) for net, member_x in zip(self.twins[number], x, strict=True)])
         return output.squeeze(-1)
 
 
@@ -213,16 +215,17 @@ class SunriseSAC:
             next_observation=np.zeros(num_inputs, np.float32),
             reward=np.float32(0),
             terminated=np.float32(0),
-            mask=np.zeros(args.num_nets, bool),
+            mask=np.zeros(args.num_nets, bool),  # M: which members learn from it
         )
 
     @torch.no_grad()
     def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
         """The average of the members' deterministic actions (App. A.4)."""
-        return self.actor.mode(to_batch(observation, self.buffer.device)).mean(0).squeeze(0).cpu().numpy()
+        actions = self.actor.mode(to_batch(observation, self.buffer.device))  # (N, 1, A)
+        return actions.mean(0).squeeze(0).cpu().numpy()
 
 
-Agent = SunriseSAC  # its name in all scripts
+Agent = SunriseSAC  # for the machinery below
 
 
 # ---------------------------------------------------------------------------- uncertainty
@@ -241,7 +244,7 @@ def uniform_weights(mask: Tensor) -> Tensor:
 @torch.no_grad()
 def sunrise_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, Tensor, Tensor]:
     """Each member's targets (Alg. 3, lines 15 and 17), their weights, and the critics' variance: three of (N, K)."""
-    # Lines 15 and 17: each member's own a'. The lower twin and the entropy are SAC's; the paper leaves them out.
+    # Lines 15 and 17: each member's own a'. The lower twin and the entropy are SAC's (App. A.4).
     next_action, next_log_prob = agent.actor.sample(batch.next_observation)
     # All 2N target critics at each member's a': (member, N, 2, K).
     all_q_values = torch.stack([agent.target_critic(batch.next_observation, action) for action in next_action])
@@ -290,9 +293,9 @@ def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 @torch.no_grad()
-def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target, online in zip(target_parameters, parameters, strict=True):
+def soft_update(target_network: nn.Module, network: nn.Module, tau: float) -> None:
+    """Moves each parameter of the target network by a share tau towards the online one."""
+    for target, online in zip(target_network.parameters(), network.parameters(), strict=True):
         target.lerp_(online, tau)
 
 
@@ -303,14 +306,15 @@ def sunrise_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[di
     target, target_weight, next_variance = sunrise_targets(agent, batch, alpha, args)
     agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
     actor_loss, actor_tensors = sunrise_actor_loss(agent, batch, mask, alpha)
-    minimize(agent.actor_optimizer, actor_loss)
+    minimize(agent.actor_optimizer, actor_loss)  # line 23
     agent.critic.requires_grad_(True)
+    # Not in the box: SAC's temperature.
     alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], mask, batch.action.shape[-1])
     if args.autotune:
         minimize(agent.alpha_optimizer, alpha_loss)
     critic_loss, critic_tensors = sunrise_critic_loss(agent, batch, mask, target, target_weight)
-    minimize(agent.critic_optimizer, critic_loss)
-    soft_update(agent.target_critic.parameters(), agent.critic.parameters(), args.tau)  # line 26
+    minimize(agent.critic_optimizer, critic_loss)  # line 25
+    soft_update(agent.target_critic, agent.critic, args.tau)  # line 26
     losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
     return losses, critic_tensors | {"variance": next_variance}
 
@@ -327,19 +331,28 @@ def sunrise_metrics(losses: dict, critic_tensors: dict) -> dict[str, float]:
 
 # ---------------------------------------------------------------------------- acting and evaluation
 def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    """One observation as a batch: (1, inputs)."""
     return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
 
 
 @torch.no_grad()
-def ucb_action(agent: Agent, observation: np.ndarray, member: int, args: Args) -> tuple[np.ndarray, int, float]:
-    """The action of the member with the highest UCB, or of the given one if --ucb 0 (Alg. 3, lines 4-5)."""
+def ucb_action(agent: Agent, observation: np.ndarray, episode_member: int, args: Args) -> tuple[np.ndarray, int, float]:
+    """The action of the member with the highest UCB, that member and its spread (Alg. 3, lines 4-5).
+
+    With --ucb 0 it is the member drawn for the episode (App. B).
+    """
     state = to_batch(observation, agent.buffer.device)  # (1, inputs)
     actions = agent.actor.sample(state)[0].squeeze(1)  # (N, A)
     q_values = agent.critic(state, actions)  # both twins of every member, at each action: (N, 2, N)
-    std, mean = torch.std_mean(q_values, (0, 1), unbiased=False)  # over the 2N critics: (N,)
+    std, mean = torch.std_mean(q_values, (0, 1), unbiased=False)  # over the means of all 2N critics (App. A.4): (N,)
     if args.ucb > 0:
         member = int((mean + args.ucb * std).argmax())
+    else:
+        member = episode_member
     return actions[member].cpu().numpy(), member, std[member].item()
+
+
+MAX_ACTION = 1e18  # so that its square is finite in single precision
 
 
 def scaled_actions(env: gym.Env) -> gym.Env:
@@ -347,12 +360,12 @@ def scaled_actions(env: gym.Env) -> gym.Env:
     space = env.action_space
     is_box = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
     has_range = is_box and space.shape != (0,) and (space.low < space.high).all()
-    if not has_range or np.abs([space.low, space.high]).max() > 1e18:
+    if not has_range or np.abs([space.low, space.high]).max() > MAX_ACTION:
         raise RunError(f"{env.spec.id} has actions {space}, not a flat, bounded Box: try dqn.py and its like")
     return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
 
 
-adapt_actions = scaled_actions  # its name in all scripts
+adapt_actions = scaled_actions  # for the machinery below
 
 
 def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
@@ -375,8 +388,7 @@ def train(args: Args) -> Path:
         env = run.env
         agent = Agent(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
-        # The K of all shapes above: about batch_size of them survive a member's mask.
-        sample_size = round(args.batch_size / args.mask_prob)
+        sample_size = round(args.batch_size / args.mask_prob)  # K: about batch_size of them survive a member's mask
         num_updates = round(args.rollout_length * args.updates_per_step)
         if num_updates == 0:
             raise RunError("--rollout-length times --updates-per-step must be at least 1")
@@ -411,19 +423,20 @@ def train(args: Args) -> Path:
                 )
                 observation = next_observation
                 # Line 11. The optimization steps follow an episode there, and every --rollout-length steps here.
-                steps_to_learn = run.global_step % args.rollout_length
-                if run.global_step >= args.learning_starts and steps_to_learn == 0:
+                rollout_is_complete = run.global_step % args.rollout_length == 0
+                if rollout_is_complete and run.global_step >= args.learning_starts:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(sample_size, rng)  # line 12
                         losses, critic_tensors = sunrise_update(agent, batch, args)  # lines 13-27
                         require_finite("a loss", sum(losses.values()).item())
-                        run.show_progress(args.rollout_length * (num_updates - update - 1) / num_updates)
+                        steps_to_learn = args.rollout_length * (num_updates - update - 1) / num_updates
+                        run.show_progress(steps_to_learn)
                     if run.global_step % args.log_every == 0:
                         row = {"exploration/ucb_std": ucb_std, "exploration/acting_member": member}
                         run.log(sunrise_metrics(losses, critic_tensors) | row)
                 if args.eval_every and run.global_step % args.eval_every == 0:
                     run.log(run.evaluation_row(agent, run.global_step))
-                run.show_progress(steps_to_learn)
+                run.show_progress(run.global_step % args.rollout_length)
             if done:
                 run.episode += 1
                 row = {
@@ -527,7 +540,6 @@ class RunArgs:
     env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
     torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})

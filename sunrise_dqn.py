@@ -26,7 +26,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -55,7 +55,7 @@ class SunriseDQNArgs:
     buffer_size: int = 100_000  # capacity of the replay buffer B
     learning_starts: int = 1000  # environment steps before the first update
     train_frequency: int = 1  # environment steps between two updates
-    batch_size: int = 64  # K: samples that a member learns from in an update: K / p_m are drawn, and masked
+    batch_size: int = 64  # effective minibatch size (App. B): K = batch_size / p_m samples are drawn, and masked
     learning_rate: float = 1e-3  # learning rate of Adam
     max_grad_norm: float | None = None  # clip each member's gradient to this norm
     gamma: float = 0.99  # discount rate
@@ -71,6 +71,7 @@ class SunriseDQNArgs:
     sunrise_temperature: float = 50.0  # T: temperature of the SUNRISE weights
     cuda: bool = False  # use a GPU if there is one (networks this small run faster on the CPU)
     num_threads: int = 1  # CPU threads of torch
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
 
     def __post_init__(self) -> None:
         if self.num_nets == 1:  # App. A.3: masks and priors do not make sense for a single network
@@ -78,7 +79,7 @@ class SunriseDQNArgs:
             self.prior_scale = 0.0
 
 
-AlgorithmArgs = SunriseDQNArgs  # its name in all scripts
+AlgorithmArgs = SunriseDQNArgs  # for the machinery below, which adds the run's arguments and calls all of them Args
 
 
 # ---------------------------------------------------------------------------- networks
@@ -166,7 +167,10 @@ class ReplayBuffer:
 
 
 def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
-    """Takes out each step whose n-step return is complete; at an episode's end, all that are left (and shorter)."""
+    """Takes out each step that has its n rewards, with their return; at an episode's end all that are left, with fewer.
+
+    The caller adds the state that follows the last of these rewards, where the target bootstraps.
+    """
     while len(pending) == args.n_step or (done and pending):
         rewards = [reward for _, _, reward in pending]
         observation, action, _ = pending.popleft()
@@ -188,7 +192,7 @@ class SunriseDQN:
         device = choose_device(args)
         self.network = EnsembleQNetwork(num_inputs, num_actions, args).to(device)
         self.target_network = EnsembleQNetwork(num_inputs, num_actions, args).to(device).requires_grad_(False)
-        self.target_network.load_state_dict(self.network.state_dict())
+        self.target_network.load_state_dict(self.network.state_dict())  # with the same priors
         self.optimizer = torch.optim.Adam(self.network.net.parameters(), lr=args.learning_rate, fused=True)
         self.buffer = ReplayBuffer(
             args.buffer_size,
@@ -196,17 +200,17 @@ class SunriseDQN:
             observation=np.zeros(num_inputs, np.float32),
             action=np.int64(0),
             next_observation=np.zeros(num_inputs, np.float32),
-            reward=np.float32(0),
-            discount=np.float32(0),
+            reward=np.float32(0),  # r, or the n-step return
+            discount=np.float32(0),  # gamma, or gamma^n
             terminated=np.float32(0),
-            mask=np.zeros(args.num_nets, bool),
+            mask=np.zeros(args.num_nets, bool),  # M: which members learn from it
         )
 
     def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> int:
-        return majority_vote(member_actions(self.network, observation), rng)
+        return majority_vote(member_actions(self, observation), rng)
 
 
-Agent = SunriseDQN  # its name in all scripts
+Agent = SunriseDQN  # for the machinery below
 
 
 # ---------------------------------------------------------------------------- uncertainty
@@ -223,7 +227,7 @@ def uniform_weights(mask: Tensor) -> Tensor:
 
 
 def at_action(values: Tensor, action: Tensor) -> Tensor:
-    """Each member's value of the action that was taken: (N, K, A) at (K,) -> (N, K)."""
+    """The value of each sample's action: (..., K, A) at (..., K) -> (..., K)."""
     index = action.expand(values.shape[:-1]).unsqueeze(-1)
     return values.gather(-1, index).squeeze(-1)
 
@@ -239,12 +243,13 @@ def sunrise_dqn_loss(
     with torch.no_grad():
         # Lines 14-15: each member's own greedy a', and its target.
         all_next_means = target_network(batch.next_observation)
-        next_mean, next_action = all_next_means.max(-1)  # each (N, K)
+        next_action = all_next_means.argmax(-1)  # (N, K)
+        next_mean = at_action(all_next_means, next_action)
         target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
         # Line 17: a mean over each member's unmasked samples, by the disagreement of all members at its a'.
         weights, variances = sunrise_weights(all_next_means, args.sunrise_temperature)  # each (K, A)
-        next_variance = variances.gather(-1, next_action.T).T  # (N, K)
-        weight = uniform_weights(mask) * weights.gather(-1, next_action.T).T  # (N, K)
+        next_variance = at_action(variances.expand_as(all_next_means), next_action)  # (N, K)
+        weight = uniform_weights(mask) * at_action(weights.expand_as(all_next_means), next_action)  # (N, K)
     # Line 18: the loss.
     squared_error = (mean - target) ** 2
     loss = (weight * squared_error).sum()
@@ -262,27 +267,31 @@ def sunrise_dqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, f
     }
 
 
-def clip_each_member(parameters: list[nn.Parameter], max_norm: float) -> None:
+def clip_each_member(network: nn.Module, max_norm: float) -> None:
     """Scales the gradient of each member, over all its layers, down to the given norm."""
-    squares = sum((parameter.grad**2).sum((1, 2)) for parameter in parameters)  # (N,)
+    squares = sum((parameter.grad**2).sum((1, 2)) for parameter in network.parameters())  # (N,)
     factor = (max_norm / squares.sqrt()).clamp_max(1).view(-1, 1, 1)
-    for parameter in parameters:
+    for parameter in network.parameters():
         parameter.grad *= factor
 
 
 @torch.no_grad()
-def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
-    """Moves each target parameter by a share tau towards the online one."""
-    for target, online in zip(target_parameters, parameters, strict=True):
+def soft_update(target_network: nn.Module, network: nn.Module, tau: float) -> None:
+    """Moves each parameter of the target network by a share tau towards the online one."""
+    for target, online in zip(target_network.parameters(), network.parameters(), strict=True):
         target.lerp_(online, tau)
 
 
 # ---------------------------------------------------------------------------- acting and evaluation
+def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
+    """One observation as a batch: (1, inputs)."""
+    return torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0)
+
+
 @torch.no_grad()
-def member_actions(network: nn.Module, observation: np.ndarray) -> np.ndarray:
+def member_actions(agent: Agent, observation: np.ndarray) -> np.ndarray:
     """The greedy action of each member (Alg. 1 and 2, line 5): (N,)."""
-    device = next(network.parameters()).device
-    q_values = network(torch.as_tensor(observation, dtype=torch.float32, device=device).unsqueeze(0))  # (N, 1, A)
+    q_values = agent.network(to_batch(observation, agent.buffer.device))  # (N, 1, A)
     return q_values.argmax(-1).squeeze(-1).cpu().numpy()
 
 
@@ -299,7 +308,7 @@ def require_discrete_actions(env: gym.Env) -> gym.Env:
     return env
 
 
-adapt_actions = require_discrete_actions  # its name in all scripts
+adapt_actions = require_discrete_actions  # for the machinery below
 
 
 def evaluation_return(agent: Agent, env: gym.Env, seed: int) -> float:
@@ -324,15 +333,12 @@ def train(args: Args) -> Path:
         rng = np.random.default_rng(args.seed)
         run.solved_at = run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at
         run.start(agent, rng)
-        parameters = list(agent.network.net.parameters())
-        target_parameters = list(agent.target_network.net.parameters())
-        # The K of all shapes above: about batch_size of them survive a member's mask.
-        sample_size = round(args.batch_size / args.mask_prob)
+        sample_size = round(args.batch_size / args.mask_prob)  # K: about batch_size of them survive a member's mask
         while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
             member = rng.integers(args.num_nets)  # line 3: one member acts for the whole episode
             epsilon = max(args.end_epsilon, args.start_epsilon * args.epsilon_decay**run.episode)
-            pending = deque()  # the steps whose n-step return is not complete yet
+            pending = deque()  # (observation, action, reward) of the steps that wait for their n-step return
             episodic_return = 0.0
             episodic_length = 0
             done = False
@@ -342,7 +348,7 @@ def train(args: Args) -> Path:
                 if rng.random() < epsilon:
                     action = int(rng.integers(env.action_space.n))
                 else:
-                    action = int(member_actions(agent.network, observation)[member])
+                    action = int(member_actions(agent, observation)[member])
                 next_observation, reward, terminated, truncated, _ = env.step(action)  # line 6
                 done = terminated or truncated
                 episodic_return += reward
@@ -357,6 +363,7 @@ def train(args: Args) -> Path:
                         mask=rng.random(args.num_nets) < args.mask_prob,
                     )
                 observation = next_observation  # line 9
+                # The buffer may still be empty: n-step returns may all be pending.
                 learning = run.global_step > args.learning_starts and agent.buffer.size > 0
                 if learning and run.global_step % args.train_frequency == 0:
                     batch = agent.buffer.sample(sample_size, rng)  # line 10
@@ -365,12 +372,12 @@ def train(args: Args) -> Path:
                     agent.optimizer.zero_grad()
                     loss.backward()
                     if args.max_grad_norm is not None:
-                        clip_each_member(parameters, args.max_grad_norm)
+                        clip_each_member(agent.network.net, args.max_grad_norm)
                     agent.optimizer.step()
                     if run.global_step % args.log_every == 0:
                         run.log(sunrise_dqn_metrics(loss, tensors))
                 if learning and run.global_step % args.target_network_frequency == 0:
-                    soft_update(target_parameters, parameters, args.tau)  # line 19
+                    soft_update(agent.target_network.net, agent.network.net, args.tau)  # line 19: the priors stay
                 run.show_progress()
             if done:
                 run.episode += 1
@@ -478,7 +485,6 @@ class RunArgs:
     env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
     torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})

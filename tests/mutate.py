@@ -282,14 +282,14 @@ MADE_BY_HAND = [
     one_change(
         "the norm of all members is clipped",
         "ivdqn",
-        "clip_each_member(parameters, args.max_grad_norm)",
-        "nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)",
+        "clip_each_member(agent.network.net, args.max_grad_norm)",
+        "nn.utils.clip_grad_norm_(agent.network.net.parameters(), args.max_grad_norm)",
     ),
     one_change(
         "gradients are clipped to 1",
         "ivdqn",
-        "clip_each_member(parameters, args.max_grad_norm)",
-        "clip_each_member(parameters, 1.0)",
+        "clip_each_member(agent.network.net, args.max_grad_norm)",
+        "clip_each_member(agent.network.net, 1.0)",
     ),
     one_change("small gradients are blown up", "ivdqn", "squares.sqrt()).clamp_max(1)", "squares.sqrt())"),
     one_change(
@@ -374,7 +374,7 @@ MADE_BY_HAND = [
         "torch.std_mean(q_values, (0, 1),",
         "torch.std_mean(q_values[:, :1], (0, 1),",
     ),
-    one_change("the first policy is evaluated", "ivsac", "self.buffer.device)).mean(0)", "self.buffer.device))[0]"),
+    one_change("the first policy is evaluated", "ivsac", "return actions.mean(0)", "return actions[0]"),
     one_change("actions are scaled from 0", "ivsac", "np.float32(-1), np.float32(1)", "np.float32(0), np.float32(1)"),
     # Both loops.
     *in_each("no mask", "mask=rng.random(args.num_nets) < args.mask_prob,", "mask=True,"),
@@ -414,8 +414,8 @@ MADE_BY_HAND = [
     one_change(
         "means and variances swapped",
         "ivdqn",
-        "mean, log_variance = self.net(x).mT.chunk(2, -1)",
-        "log_variance, mean = self.net(x).mT.chunk(2, -1)",
+        "mean, log_variance = output.chunk(2, -1)",
+        "log_variance, mean = output.chunk(2, -1)",
     ),
     one_change(
         "means and variances swapped",
@@ -425,7 +425,7 @@ MADE_BY_HAND = [
     ),
     one_change("a clamp of 6", "both", "MAX_LOG_VARIANCE = 60", "MAX_LOG_VARIANCE = 6"),
     *in_each("a clamp from above only", "clamp(-MAX_LOG_VARIANCE, MAX_LOG_VARIANCE)", "clamp_max(MAX_LOG_VARIANCE)"),
-    *in_each("an ensemble's own variance is 1", "torch.full_like(mean, -math.inf)", "torch.full_like(mean, 0)"),
+    *in_each("an ensemble's own variance is 1", "torch.full_like(mean, -torch.inf)", "torch.full_like(mean, 0)"),
     one_change(
         "the target starts anew", "ivdqn", "self.target_network.load_state_dict(self.network.state_dict())", "pass"
     ),
@@ -459,8 +459,8 @@ MADE_BY_HAND = [
     one_change(
         "the first member is evaluated",
         "ivdqn",
-        "majority_vote(member_actions(self.network, observation), rng)",
-        "int(member_actions(self.network, observation)[0])",
+        "majority_vote(member_actions(self, observation), rng)",
+        "int(member_actions(self, observation)[0])",
     ),
     # The buffer.
     one_change(
@@ -507,7 +507,12 @@ MADE_BY_HAND = [
     one_change("masked samples count in xi", "both", "weight = mask / (variance + xi)", "weight = 1 / (variance + xi)"),
     one_change("three steps of Newton's", "both", "for _ in range(100)", "for _ in range(3)"),
     one_change("Newton's steps end early", "both", "1e-7 * xi", "1e-1 * xi"),
-    one_change("Newton's steps have no limit", "both", "np.clip(step, -0.9 * xi, 9 * xi)", "step"),
+    one_change(
+        "Newton's steps have no limit",
+        "both",
+        "np.clip(gap / np.maximum(slope, 1e-200), -0.9 * xi, 9 * xi)",
+        "gap / np.maximum(slope, 1e-200)",
+    ),
     one_change(
         "the first guess has no lower limit", "both", "/ n, 1e-30)  # a first guess", "/ n, 0)  # a first guess"
     ),
@@ -533,7 +538,7 @@ MADE_BY_HAND = [
     one_change(
         "SUNRISE the other way around", "both", "torch.sigmoid(-variance.sqrt()", "torch.sigmoid(variance.sqrt()"
     ),
-    one_change("SUNRISE between 0 and 1/2", "both", "args.sunrise_temperature) + 0.5)", "args.sunrise_temperature))"),
+    one_change("SUNRISE between 0 and 1/2", "both", "args.sunrise_temperature) + 0.5\n", "args.sunrise_temperature)\n"),
     one_change("another cap of UWAC", "both", "clamp_max(1.5)", "clamp_max(1.0)"),
     one_change("UWAC by the deviation", "both", "args.uwac_beta / variance", "args.uwac_beta / variance.sqrt()"),
     one_change("no test of the variances", "both", 'require_finite("a variance", variance.cpu())', "pass"),
@@ -581,14 +586,14 @@ MADE_BY_HAND = [
     one_change(
         "one target for all members",
         "ivdqn",
-        "= all_next_means.max(-1)",
-        "= all_next_means.mean(0, keepdim=True).expand_as(all_next_means).max(-1)",
+        "= all_next_means.argmax(-1)",
+        "= all_next_means.mean(0, keepdim=True).expand_as(all_next_means).argmax(-1)",
     ),
     one_change(
         "the variance of the first member's action",
         "ivdqn",
-        "mixture.gather(-1, next_action.T).T",
-        "mixture.gather(-1, next_action[:1].T).T.expand_as(next_mean)",
+        "at_action(mixture.expand_as(all_next_means), next_action)",
+        "at_action(mixture.expand_as(all_next_means), next_action[:1].expand_as(next_action))",
     ),
     one_change(
         "gamma in place of its square", "ivdqn", "batch.discount**2 * next_variance", "batch.discount * next_variance"
