@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import make_diffs
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / "tests" / "README.md", ROOT / "tests" / "mutants.md", ROOT / "results" / "trained" / "README.md"]
 ALGORITHM_PAGES = [ROOT / "docs" / name for name in ("ivdqn.md", "ivsac.md", "baselines.md")]
 BASELINES = ("dqn", "bootstrap_dqn", "sunrise_dqn", "sac", "ensemble_sac", "sunrise")
 
@@ -35,7 +36,7 @@ RESULTS = [
 
 
 def page_id(page: Path) -> str:
-    return page.name
+    return page.relative_to(ROOT).as_posix()
 
 
 on_every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -140,7 +141,7 @@ def parse_with(path: Path, arguments: list[str], patch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch):
     words = [COPIED.get(word, word) for word in shlex.split(command)]
-    if words[0] in ("git", "cp"):
+    if words[0] in ("git", "cp", "ffmpeg"):
         return
     if words[0] == "benchmark.sh":
         dry = ["./benchmark.sh", words[1], "--dry-run", *words[2:]]
@@ -152,6 +153,8 @@ def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch):
     elif words[:2] == ["pip", "install"] or words[:3] == ["uv", "pip", "install"]:
         files = [name for option, name in itertools.pairwise(words) if option == "-r"]
         assert all((ROOT / name).exists() for name in files)
+    elif words[:2] == ["python", "-c"]:
+        compile(words[2], "-c", "exec")
     elif words[:3] == ["python", "-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[3:] if word.startswith("tests"))
     else:
