@@ -40,7 +40,7 @@ def odd_process():
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, another_handler)
     torch.set_num_threads(2)
-    torch.set_float32_matmul_precision("medium")
+    torch.set_float32_matmul_precision("high")
     torch.set_deterministic_debug_mode("warn")
     torch.manual_seed(1234)
     yield
