@@ -987,6 +987,14 @@ def test_each_optimiser_makes_a_step_in_every_update_with_its_own_learning_rate(
         assert found.learning_rates == {"actor": [0.1] * 9, "critic": [0.2] * 9, "alpha": tuned}
 
 
+@pytest.mark.parametrize("module", FAMILY)
+def test_adam_has_its_own_constants(module: ModuleType):
+    agent = make_agent(module, make_args(module))
+    for optimizer in (agent.actor_optimizer, agent.critic_optimizer, agent.alpha_optimizer):
+        (group,) = optimizer.param_groups
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
+
+
 @pytest.mark.parametrize("module", FAMILY[1:])
 def test_with_ucb_0_every_member_acts_in_as_many_episodes(module: ModuleType, tmp_path: Path):
     run = {"total_timesteps": 1499, "learning_starts": 0, "rollout_length": 10**6}

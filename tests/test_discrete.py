@@ -923,6 +923,11 @@ def test_the_learning_rate_of_the_loop_is_the_argument(discrete: ModuleType, tmp
     assert moved.max().item() == pytest.approx(0.004, rel=1e-3)
 
 
+def test_adam_has_its_own_constants(discrete: ModuleType):
+    (group,) = make_agent(discrete, discrete.Args()).optimizer.param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
+
+
 @pytest.mark.parametrize(
     ("train_frequency", "steps"), [(1, [21, 28, 35, 42, 49, 56]), (2, [28, 42, 56])]
 )  # of updates, those at a multiple of --log-every
