@@ -989,7 +989,7 @@ def test_each_optimiser_makes_a_step_in_every_update_with_its_own_learning_rate(
 
 @pytest.mark.parametrize("module", FAMILY)
 def test_adam_has_its_own_constants(module: ModuleType):
-    agent = make_agent(module, make_args(module))
+    agent = module.Agent(OBSERVATION_SPACE, ACTION_SPACE, make_args(module))
     for optimizer in (agent.actor_optimizer, agent.critic_optimizer, agent.alpha_optimizer):
         (group,) = optimizer.param_groups
         assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
