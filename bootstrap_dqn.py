@@ -26,7 +26,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -162,7 +162,9 @@ class ReplayBuffer:
         self.position = state["position"]
         assert 0 <= self.position < self.capacity
         for name, array in self.arrays.items():
-            array[: self.size] = state["arrays"][name].numpy()
+            saved = state["arrays"][name].numpy()
+            assert saved.shape == array[: self.size].shape
+            array[: self.size] = saved
 
 
 def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
@@ -254,18 +256,18 @@ def bootstrap_dqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str,
     }
 
 
-def clip_each_member(network: nn.Module, max_norm: float) -> None:
+def clip_each_member(parameters: list[nn.Parameter], max_norm: float) -> None:
     """Scales the gradient of each member, over all its layers, down to the given norm."""
-    squares = sum((parameter.grad**2).sum((1, 2)) for parameter in network.parameters())  # (N,)
+    squares = sum((parameter.grad**2).sum((1, 2)) for parameter in parameters)  # (N,)
     factor = (max_norm / squares.sqrt()).clamp_max(1).view(-1, 1, 1)
-    for parameter in network.parameters():
+    for parameter in parameters:
         parameter.grad *= factor
 
 
 @torch.no_grad()
-def soft_update(target_network: nn.Module, network: nn.Module, tau: float) -> None:
-    """Moves each parameter of the target network by a share tau towards the online one."""
-    for target, online in zip(target_network.parameters(), network.parameters(), strict=True):
+def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor], tau: float) -> None:
+    """Moves each target parameter by a share tau towards the online one."""
+    for target, online in zip(target_parameters, parameters, strict=True):
         target.lerp_(online, tau)
 
 
@@ -320,6 +322,8 @@ def train(args: Args) -> Path:
         rng = np.random.default_rng(args.seed)
         run.solved_at = run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at
         run.start(agent, rng)
+        parameters = list(agent.network.net.parameters())  # priors stay as they are
+        target_parameters = list(agent.target_network.net.parameters())
         sample_size = round(args.batch_size / args.mask_prob)  # K: about batch_size of them survive a member's mask
         while not run.is_over():  # line 2
             observation, _ = env.reset(seed=run.episode_seed())
@@ -359,12 +363,12 @@ def train(args: Args) -> Path:
                     agent.optimizer.zero_grad()
                     loss.backward()
                     if args.max_grad_norm is not None:
-                        clip_each_member(agent.network.net, args.max_grad_norm)
+                        clip_each_member(parameters, args.max_grad_norm)
                     agent.optimizer.step()
                     if run.global_step % args.log_every == 0:
                         run.log(bootstrap_dqn_metrics(loss, tensors))
                 if learning and run.global_step % args.target_network_frequency == 0:
-                    soft_update(agent.target_network.net, agent.network.net, args.tau)  # line 19: the priors stay
+                    soft_update(target_parameters, parameters, args.tau)  # line 19
                 run.show_progress()
             if done:
                 run.episode += 1
@@ -515,6 +519,8 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if not is_of_type(value, kind):
             raise RunError(f"{flag} must be {getattr(kind, '__name__', kind)}, not {value!r}")
+        if value == "":
+            raise RunError(f"{flag} must not be empty")
         if not "".join(value if isinstance(value, tuple) else str(value)).isprintable():
             raise RunError(f"{flag} must be printable, not {value!r}")
         if name in RANGES and value is not None:
@@ -731,7 +737,8 @@ class Run:
         self.episode = 0
         self.eval_returns = []
         self.solved_at = None  # mean of the last 100 evaluation returns that ends the run
-        self.stop_signal = 0
+        self.stop_signal = 0  # the first that came
+        self.signals_seen = set()
         self.notice = ""
         self.was_finished = False
         self.wandb = None
@@ -778,11 +785,12 @@ class Run:
         if isinstance(error, FloatingPointError):
             raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
         has_begun = self.global_step > self.start_step
-        if error is None or (has_begun and not is_out_of_memory(error)):
+        is_exit = isinstance(error, SystemExit)  # an environment's: it would look like a run that ended well
+        if error is None or (has_begun and not is_exit and not is_out_of_memory(error)):
             return
         if not has_begun:
             self.remove_new_folders()
-        if isinstance(error, Exception) and not isinstance(error, RunError):
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, RunError):
             place = traceback.extract_tb(frames)[-1]
             hint = f"{MEMORY_FLAGS}: too large? " if is_out_of_memory(error) else ""
             text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
@@ -798,9 +806,10 @@ class Run:
 
     def on_signal(self, number: int, _: Any) -> None:
         """Ctrl-C or SIGTERM: the first lets the episode finish, the same once more ends the process."""
-        if self.stop_signal == number:
+        if number in self.signals_seen:
             raise KeyboardInterrupt
-        self.stop_signal = self.stop_signal or number  # a launcher may add SIGTERM to the terminal's Ctrl-C
+        self.signals_seen.add(number)  # a launcher may add SIGTERM to the terminal's Ctrl-C
+        self.stop_signal = self.stop_signal or number
         # To be shown at the next step: another print may be under way now.
         self.notice = "finishing the episode, then saving; once more to quit at once"
 
@@ -820,8 +829,13 @@ class Run:
             self.metrics = open(self.folder / "metrics.jsonl", mode, buffering=0, opener=without_links)
             self.stack.callback(self.metrics.close)
             lock(self.metrics)
+        except BlockingIOError:
+            raise RunError(f"{self.folder} is in use by another process") from None
         except OSError as error:
-            raise RunError(f"{self.folder} is in use by another process, or cannot be made: {error}") from None
+            raise RunError(f"{self.folder} cannot be opened: {error}") from None
+        self.check_same_run()  # once more, since another process may have been faster
+        if os.path.exists(self.folder / "checkpoint.pt") != has_checkpoint:
+            raise RunError(f"{self.folder} was in use by another process until now: try again")
         if self.metrics.seek(0, os.SEEK_END) > 0 and not (self.folder / "config.json").exists():
             raise RunError(f"{self.folder} holds the rows of another run: choose another --run-name")
         self.owns_folder = len(self.new_folders) > 0
@@ -834,9 +848,9 @@ class Run:
             self.record_videos(self.folder / "videos" / str(int(time.time())))
         if not self.is_over():
             self.save_config("running")
+            print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
         self.start_step = self.saved_step = self.global_step
         self.start_time = self.saved_time = time.time()
-        print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
         self.bar = tqdm(
             total=args.total_timesteps,
             initial=self.global_step,
@@ -858,13 +872,18 @@ class Run:
         if not self.args.resume:
             raise RunError(f"{self.folder} exists: continue it with --resume, or choose another --run-name")
         config = read_config(self.folder)
-        if config["script"] != SCRIPT:
-            raise RunError(f"{self.folder} is a run of {config['script']}, not of {SCRIPT}")
-        for name, value in asdict(self.args).items():
-            if name not in MAY_CHANGE and config["args"][name] != value:
-                raise RunError(f"{self.folder} has {name} {config['args'][name]}, and cannot be resumed with {value}")
+        self.check_same_settings("config.json", config["script"], config["args"])
         self.was_finished = config.get("status") == "finished"
+        if self.was_finished and not os.path.exists(self.folder / "checkpoint.pt"):
+            raise RunError(f"{self.folder} is finished, and has no checkpoint to go on from")
         self.wandb_id = config["wandb_id"]
+
+    def check_same_settings(self, file: str, script: str, saved: dict[str, Any]) -> None:
+        if script != SCRIPT:
+            raise RunError(f"{self.folder} is a run of {script}, not of {SCRIPT}")
+        for name, value in asdict(self.args).items():
+            if name not in MAY_CHANGE and saved[name] != value:
+                raise RunError(f"{self.folder / file} has {name} {saved[name]}, and cannot be resumed with {value}")
 
     def start_wandb(self) -> None:
         self.wandb_videos = set(self.folder.glob("videos/*/*.mp4"))
@@ -912,7 +931,8 @@ class Run:
         """Writes a row of metrics, and shows it if it is one of charts."""
         row = {"global_step": self.global_step} | row
         if any(name.startswith("charts/") for name in row):
-            row["charts/SPS"] = int((self.global_step - self.start_step) / (time.time() - self.start_time))
+            seconds = max(time.time() - self.start_time, 1e-3)  # a coarse clock may not have moved yet
+            row["charts/SPS"] = int((self.global_step - self.start_step) / seconds)
             self.show(row)
         for name, value in row.items():
             require_finite(name, value)
@@ -939,7 +959,8 @@ class Run:
             return
         for name, label in SHOWN.items():
             if name in row:
-                self.bar_texts[label] = f"{label} {row[name]:.4g}"
+                value = row[name]
+                self.bar_texts[label] = f"{label} {value:.0f}" if abs(value) >= 1000 else f"{label} {value:.4g}"
         self.bar.set_postfix_str(" ".join(self.bar_texts.values()), refresh=False)
         if self.args.total_episodes is not None and self.episode > 0:
             expected_steps = int(self.global_step / self.episode * self.args.total_episodes)
@@ -961,6 +982,8 @@ class Run:
     def finish(self) -> Path:
         """Saves, and says how the run ended."""
         self.bar.close()
+        if self.stop_signal and self.global_step == 0:
+            raise RunError("stopped before the first step: nothing is kept", code=128 + self.stop_signal)
         is_new = not self.was_finished or self.global_step > self.start_step
         if is_new:
             self.save()
@@ -977,6 +1000,8 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint, from which the run goes on as if nothing had happened."""
         state = {
+            "script": SCRIPT,
+            "args": asdict(self.args),
             "agent": {name: part.state_dict() for name, part in vars(self.agent).items()},
             "global_step": self.global_step,
             "episode": self.episode,
@@ -996,6 +1021,7 @@ class Run:
         """Takes up the checkpoint, and returns the size of its rows in bytes."""
         state = load_checkpoint(self.folder)
         try:
+            self.check_same_settings("checkpoint.pt", state["script"], state["args"])
             for name, part in vars(self.agent).items():
                 part.load_state_dict(state["agent"][name])
             for name in ("global_step", "episode", "metrics_size"):
@@ -1008,10 +1034,15 @@ class Run:
             self.rng.bit_generator.state = state["numpy_rng"]
             torch.set_rng_state(state["torch_rng"])
             torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
+        except RunError:
+            raise
         except Exception as error:
             raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
         if os.fstat(self.metrics.fileno()).st_size < state["metrics_size"]:
             raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
+        self.metrics.seek(max(state["metrics_size"] - 1, 0))
+        if state["metrics_size"] > 0 and self.metrics.read(1) != b"\n":
+            raise RunError(f"{self.folder / 'metrics.jsonl'} is not what it was at the checkpoint")
         return state["metrics_size"]
 
     def save_config(self, status: str) -> None:
@@ -1045,6 +1076,8 @@ def evaluate_checkpoint(args: Args) -> None:
         returns = []
         while len(returns) < args.eval_episodes and not run.stop_signal:
             returns.append(run.evaluation_row(agent, len(returns))["charts/eval_return"])
+        if not returns:
+            raise RunError("stopped before the first episode", code=128 + run.stop_signal)
     print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
 
 

@@ -282,14 +282,14 @@ MADE_BY_HAND = [
     one_change(
         "the norm of all members is clipped",
         "ivdqn",
-        "clip_each_member(agent.network.net, args.max_grad_norm)",
-        "nn.utils.clip_grad_norm_(agent.network.net.parameters(), args.max_grad_norm)",
+        "clip_each_member(parameters, args.max_grad_norm)",
+        "nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)",
     ),
     one_change(
         "gradients are clipped to 1",
         "ivdqn",
-        "clip_each_member(agent.network.net, args.max_grad_norm)",
-        "clip_each_member(agent.network.net, 1.0)",
+        "clip_each_member(parameters, args.max_grad_norm)",
+        "clip_each_member(parameters, 1.0)",
     ),
     one_change("small gradients are blown up", "ivdqn", "squares.sqrt()).clamp_max(1)", "squares.sqrt())"),
     one_change(
@@ -701,11 +701,11 @@ MADE_BY_HAND = [
         "for name, part in vars(self.agent).items():\n                'optimizer' in name or part.load",
     ),
     one_change("rows after the checkpoint stay", "machinery", "self.metrics.truncate(rows_size)", "pass"),
-    one_change("a run of another script is resumed", "machinery", 'if config["script"] != SCRIPT:', "if False:"),
+    one_change("a run of another script is resumed", "machinery", "if script != SCRIPT:", "if False:"),
     one_change(
         "a run of other arguments is resumed",
         "machinery",
-        'if name not in MAY_CHANGE and config["args"][name] != value:',
+        "if name not in MAY_CHANGE and saved[name] != value:",
         "if False:",
     ),
     one_change("a run is overwritten", "machinery", "if not self.args.resume:", "if False:"),

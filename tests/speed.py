@@ -45,9 +45,9 @@ sys.path.insert(0, str(ROOT))
 DISCRETE = ("dqn", "bootstrap_dqn", "sunrise_dqn", "ivdqn")
 CONTINUOUS = ("sac", "ensemble_sac", "sunrise", "ivsac")
 SINGLE = ("dqn", "sac")  # not ensembles
-SIZES = {"LunarLander-v3": (8, 4), "Walker2d-v5": (17, 6)}  # observations, actions
-CELLS = [(name, "LunarLander-v3", 64) for name in DISCRETE] + [(name, "Walker2d-v5", 256) for name in CONTINUOUS]
-LARGE_CELLS = [("ensemble_sac", "Walker2d-v5", 1024), ("ivsac", "Walker2d-v5", 1024)]
+SIZES = {"LunarLander-v3": (8, 4), "Walker2d-v4": (17, 6)}  # observations, actions
+CELLS = [(name, "LunarLander-v3", 64) for name in DISCRETE] + [(name, "Walker2d-v4", 256) for name in CONTINUOUS]
+LARGE_CELLS = [("ensemble_sac", "Walker2d-v4", 1024), ("ivsac", "Walker2d-v4", 1024)]
 STEPS = {"sac": 80, "ensemble_sac": 25, "sunrise": 20, "ivsac": 15}  # of a measurement; 500 in the others
 PRECISIONS = ("highest", "medium")  # of torch's single-precision products: the exact and the fastest setting
 PARTS = ("sampling", "targets and variance", "xi", "forward", "backward and optimiser", "target update")
@@ -162,7 +162,9 @@ def make_agent(name: str, env_id: str, batch_size: int, num_nets: int = 5) -> tu
     return module, args, agent
 
 
-def discrete_update(module: ModuleType, args: Any, agent: Any, rng: np.random.Generator) -> None:
+def discrete_update(
+    module: ModuleType, args: Any, agent: Any, rng: np.random.Generator, parameters: list, target_parameters: list
+) -> None:
     """An update as the loops of the DQN family do it."""
     batch = agent.buffer.sample(args.batch_size, rng)
     loss_function = getattr(module, f"{module.__name__}_loss")
@@ -171,7 +173,7 @@ def discrete_update(module: ModuleType, args: Any, agent: Any, rng: np.random.Ge
     agent.optimizer.zero_grad()
     loss.backward()
     agent.optimizer.step()
-    module.soft_update(agent.target_network.net, agent.network.net, args.tau)
+    module.soft_update(target_parameters, parameters, args.tau)
 
 
 def continuous_update(module: ModuleType, args: Any, agent: Any, rng: np.random.Generator) -> None:
@@ -185,8 +187,12 @@ def make_update(name: str, env_id: str, batch_size: int, num_nets: int = 5) -> t
     """A function that does one update as the script's loop does; the script and the agent in it."""
     module, args, agent = make_agent(name, env_id, batch_size, num_nets)
     rng = np.random.default_rng(1)
-    update = continuous_update if name in CONTINUOUS else discrete_update
-    return functools.partial(update, module, args, agent, rng), module, agent
+    if name in CONTINUOUS:
+        return functools.partial(continuous_update, module, args, agent, rng), module, agent
+    parameters = list(agent.network.net.parameters())  # once, as in the loop
+    target_parameters = list(agent.target_network.net.parameters())
+    update = functools.partial(discrete_update, module, args, agent, rng, parameters, target_parameters)
+    return update, module, agent
 
 
 def milliseconds(function: Callable, calls: int) -> float:
@@ -396,7 +402,7 @@ def count(threads: int) -> str:
 
 def step_table(threads: int, repetitions: int) -> list[dict]:
     rows = []
-    for names, env_id, batch_size in ((DISCRETE, "LunarLander-v3", 64), (CONTINUOUS, "Walker2d-v5", 256)):
+    for names, env_id, batch_size in ((DISCRETE, "LunarLander-v3", 64), (CONTINUOUS, "Walker2d-v4", 256)):
         plainest = names[0]
         base = f"stable-baselines3 {plainest.upper()}"
         functions = {base: functools.partial(baseline_step, plainest, env_id, batch_size, threads)}
@@ -447,7 +453,7 @@ def update_table(threads: int, repetitions: int) -> list[dict]:
 def growth_table(repetitions: int) -> list[dict]:
     torch.set_num_threads(1)
     rows = []
-    for name, env_id, usual in (("ivdqn", "LunarLander-v3", 64), ("ivsac", "Walker2d-v5", 256)):
+    for name, env_id, usual in (("ivdqn", "LunarLander-v3", 64), ("ivsac", "Walker2d-v4", 256)):
         torch.set_float32_matmul_precision(importlib.import_module(name).Args().matmul_precision)
         sizes = [(1, usual), (2, usual), (5, usual), (10, usual), (5, 64), (5, 256), (5, 1024)]
         functions = {}

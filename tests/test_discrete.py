@@ -226,7 +226,7 @@ def test_priors_get_no_gradient_and_never_change(module: ModuleType):
         agent.optimizer.zero_grad()
         loss_of(module)(agent.network, agent.target_network, make_batch(), args)[0].backward()
         agent.optimizer.step()
-        module.soft_update(agent.target_network.net, agent.network.net, args.tau)
+        module.soft_update(agent.target_network.net.parameters(), agent.network.net.parameters(), args.tau)
     assert not torch.allclose(q_values, agent.network(make_batch().observation))
     for name, value in agent.network.prior.named_parameters():
         assert value.grad is None
@@ -279,6 +279,8 @@ def test_majority_vote_and_ties():
 
 def test_members_act_greedily_on_their_own_means():
     agent = make_agent(ivdqn, ivdqn.Args(prior_scale=5.0))
+    for parameter in agent.target_network.net.parameters():
+        parameter.neg_()  # whose actions are others
     observation = np.random.default_rng(0).standard_normal(INPUTS)
     actions = ivdqn.member_actions(agent, observation)
     expected = agent.network(torch.tensor(observation, dtype=torch.float32)[None])[:, 0].argmax(-1)
@@ -393,7 +395,7 @@ def shared_step(module: ModuleType, args: Any, steps: int = 5) -> nn.Module:
         optimizer.zero_grad()
         loss_of(module)(agent.network, agent.target_network, make_batch(seed=step), args)[0].backward()
         optimizer.step()
-        module.soft_update(agent.target_network.net, agent.network.net, 0.05)
+        module.soft_update(agent.target_network.net.parameters(), agent.network.net.parameters(), 0.05)
     return agent.network
 
 
@@ -477,7 +479,7 @@ def test_q_converges_to_the_known_values_of_a_small_mdp(name: str, settings: dic
         agent.optimizer.zero_grad()
         loss_of(module)(agent.network, agent.target_network, batch, args)[0].backward()
         agent.optimizer.step()
-        module.soft_update(agent.target_network.net, agent.network.net, 0.02)
+        module.soft_update(agent.target_network.net.parameters(), agent.network.net.parameters(), 0.02)
     with torch.no_grad():
         q_values = agent.network(torch.eye(3)).reshape(-1, 3, 2).numpy()
     known = OPTIMAL if args.n_step == 1 else TWO_STEPS
@@ -584,7 +586,7 @@ def test_each_members_gradient_is_clipped_as_if_it_were_alone(module: ModuleType
     before = gradients(module, network, target_network, make_batch(), args)
     norms = [nn.utils.get_total_norm(member_slices(before, j)).item() for j in range(5)]
     max_norm = sorted(norms)[2] * 1.001
-    module.clip_each_member(network.net, max_norm)
+    module.clip_each_member(list(network.net.parameters()), max_norm)
     after = {name: parameter.grad for name, parameter in network.net.named_parameters()}
     for j, norm in enumerate(norms):
         alone = [nn.Parameter(torch.zeros_like(x)) for x in member_slices(before, j)]
@@ -602,12 +604,11 @@ def test_each_members_gradient_is_clipped_as_if_it_were_alone(module: ModuleType
 @pytest.mark.parametrize("module", ENSEMBLES)
 def test_a_member_without_a_gradient_is_clipped_to_none(module: ModuleType):
     """As when the mask has left it no sample: a norm of 0 must not turn into nan."""
-    net = make_agent(module, module.Args()).network.net
-    parameters = list(net.parameters())
+    parameters = list(make_agent(module, module.Args()).network.net.parameters())
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
         parameter.grad[1] = 0
-    module.clip_each_member(net, 0.5)
+    module.clip_each_member(parameters, 0.5)
     assert all((parameter.grad[1] == 0).all() for parameter in parameters)
     assert all((parameter.grad[0] > 0).all() for parameter in parameters)
 
@@ -921,6 +922,23 @@ def test_the_learning_rate_of_the_loop_is_the_argument(discrete: ModuleType, tmp
     seen = watched_train(discrete, tmp_path, total_timesteps=21, learning_rate=0.004)
     moved = (seen.online[21] - seen.online[20]).abs()
     assert moved.max().item() == pytest.approx(0.004, rel=1e-3)
+
+
+def test_an_evaluation_draws_from_its_seed_alone(discrete: ModuleType):
+    """Ties of the vote are broken by these numbers."""
+    draws = []
+
+    class Drawer:
+        def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> int:
+            draws[-1].append(rng.random())
+            return 0
+
+    env = gym.make("CartPole-v1")
+    for seed in (1, 1, 2):
+        draws.append([])
+        discrete.evaluation_return(Drawer(), env, seed)
+    assert draws[0] == draws[1]
+    assert draws[0] != draws[2]
 
 
 def test_adam_has_its_own_constants(discrete: ModuleType):

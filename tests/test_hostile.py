@@ -833,7 +833,7 @@ def test_a_batch_that_does_not_fit_into_memory_ends_the_run_with_a_sentence(name
 
 
 # ---------------------------------------------------------------------------- environments that cannot be used
-ENV_IDS = ["NoSuchThing-v0", "Toy-v99", "nowhere/Toy-v0", "", ":", ":Toy-v0", "a:b:c", "no_such_module:Toy-v0"]
+ENV_IDS = ["NoSuchThing-v0", "Toy-v99", "nowhere/Toy-v0", ":", ":Toy-v0", "a:b:c", "no_such_module:Toy-v0"]
 ENV_IDS += ["json:NoSuchThing-v0", "../Toy-v0", "Toy-v" + "9" * 5000, ".:Toy-v0"]
 
 
@@ -1284,3 +1284,162 @@ def test_a_reset_that_does_not_restore_the_environment_is_told(name: str, tmp_pa
 def test_of_a_reset_that_restores_the_environment_nothing_is_told(name: str, tmp_path: Path):
     result = call(name, settings_of(name), tmp_path)
     assert (result.code, result.err) == (0, "")
+
+
+# ---------------------------------------------------------------------------- found by a later trial
+class SignalsOnce(Toy):
+    """Somebody presses Ctrl-C while the first environment is made."""
+
+    armed: ClassVar[bool] = True
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        if SignalsOnce.armed:
+            SignalsOnce.armed = False
+            signal.raise_signal(signal.SIGINT)
+
+
+class ExitsLater(Toy):
+    def step(self, action: Any) -> Any:
+        if self.total_steps == 45:
+            sys.exit(0)
+        return super().step(action)
+
+
+for kind in [SignalsOnce, ExitsLater]:
+    gym.register(f"{kind.__name__}-v0", kind)
+    gym.register(f"{kind.__name__}Continuous-v0", kind, kwargs={"continuous": True})
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+def test_a_finished_run_is_told_in_one_line_and_keeps_its_rows(name: str, tmp_path: Path):
+    assert call(name, settings_of(name), tmp_path).code == 0
+    again = call(name, settings_of(name, resume=True), tmp_path)
+    assert (again.code, again.err, again.out.count("\n")) == (0, "", 1)
+    assert again.out.startswith("finished: 60 steps")
+    (tmp_path / "runs" / "x" / "checkpoint.pt").unlink()
+    assert_refused(name, settings_of(name, resume=True), tmp_path, "runs/x is finished")
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_stopped_before_its_first_step_leaves_nothing_to_go_on_from(
+    name: str, is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(SignalsOnce, "armed", True)
+    if is_there:
+        (tmp_path / "runs" / "x").mkdir(parents=True)
+    result = call(name, settings_of(name, env_id=env_id_for(name, SignalsOnce)), tmp_path)
+    assert not SignalsOnce.armed
+    assert "before the first step" in sentence_of(result, name, codes=(130,))
+    assert not list(tmp_path.rglob("checkpoint.pt"))
+    assert (tmp_path / "runs").exists() == is_there
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize(("resume", "said"), [(False, "exists"), (True, "in use")])
+def test_a_run_that_another_process_made_meanwhile_is_left_alone(
+    name: str,
+    resume: bool,
+    said: str,
+    stopped: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    folder = stopped(name)
+    aside = folder.rename(tmp_path / "aside")
+    module = script(name)
+    lock = module.lock
+
+    def late_lock(file: Any) -> None:
+        for file_name in ("config.json", "checkpoint.pt"):
+            shutil.copy(aside / file_name, folder / file_name)
+        lock(file)
+
+    monkeypatch.setattr(module, "lock", late_lock)
+    result = call(name, settings_of(name, resume=resume), tmp_path)
+    assert said in sentence_of(result, name)
+    for file_name in ("config.json", "checkpoint.pt"):
+        assert (folder / file_name).read_bytes() == (aside / file_name).read_bytes()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("edit", ["changed", "deleted"])
+def test_an_edited_config_is_not_believed(name: str, edit: str, stopped: Callable[..., Path], tmp_path: Path):
+    """The checkpoint knows the settings as well."""
+    folder = stopped(name)
+    if edit == "changed":
+        edit_args(folder, gamma=0.5)
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        del config["args"]["batch_size"]  # not the default here
+        edit_config(folder, args=config["args"])
+    field = "gamma" if edit == "changed" else "batch_size"
+    assert_command_refused(name, ["--resume", "--run-name=x"], tmp_path, "checkpoint.pt", field)
+
+
+@pytest.mark.parametrize("field", ["run_name", "runs_dir", "env_id", "eval_env_id", "evaluate", "warm_start"])
+def test_an_empty_text_is_refused(field: str, tmp_path: Path):
+    flag = "--" + field.replace("_", "-")
+    assert_refused("dqn", settings_of("dqn", **{field: ""}), tmp_path, f"{flag} must not be empty")
+
+
+def test_the_second_signal_of_one_kind_quits():
+    module = script("dqn")
+    for first, second in ((signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)):
+        run = module.Run(module.Args(**settings_of("dqn")))
+        run.on_signal(first, None)
+        run.on_signal(second, None)  # a launcher adds the one to the other
+        assert run.stop_signal == first
+        for again in (first, second):
+            with pytest.raises(KeyboardInterrupt):
+                run.on_signal(again, None)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+def test_rows_that_were_edited_are_noticed(name: str, stopped: Callable[..., Path], tmp_path: Path):
+    folder = stopped(name)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_bytes(b" " + metrics.read_bytes())
+    assert_refused(name, settings_of(name, resume=True), tmp_path, "not what it was")
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize("field", ["reward", "observation"])
+def test_a_buffer_of_another_shape_is_refused(name: str, field: str, stopped: Callable[..., Path], tmp_path: Path):
+    """It would be repeated to fill the buffer."""
+    path = stopped(name) / "checkpoint.pt"
+    state = read_checkpoint(path.parent)
+    arrays = state["agent"]["buffer"]["arrays"]
+    arrays[field] = arrays[field][:1]
+    torch.save(state, path)
+    assert_refused(name, settings_of(name, resume=True), tmp_path, "does not fit")
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+def test_an_environment_that_exits_does_not_end_a_run_well(name: str, tmp_path: Path):
+    result = call(name, settings_of(name, env_id=env_id_for(name, ExitsLater)), tmp_path)
+    assert "SystemExit" in sentence_of(result, name, codes=(1,))
+
+
+@pytest.mark.parametrize(("name", "mask_prob"), [("ivdqn", 0.5), ("ivsac", 0.3)])
+def test_a_minibatch_without_a_sample_for_any_member_is_no_error(name: str, mask_prob: float, tmp_path: Path):
+    few = {"batch_size": 1, "mask_prob": mask_prob, "log_every": 1, "total_timesteps": 100}
+    if name == "ivsac":
+        few |= {"rollout_length": 1}
+    result = call(name, settings_of(name, **few), tmp_path)
+    assert result.code == 0, result.err
+    sizes = [
+        value
+        for row in read_rows(tmp_path / "runs" / "x")
+        for metric, value in row.items()
+        if metric.endswith("effective_batch_size")
+    ]
+    assert 0 in sizes
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+def test_a_clock_that_stands_still_is_no_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(script(name).time, "time", lambda: 1.0)
+    result = call(name, settings_of(name), tmp_path)
+    assert result.code == 0, result.err
