@@ -522,7 +522,8 @@ def print_profile(name: str, threads: int) -> None:
     """The operators of an update that take the most time."""
     torch.set_num_threads(threads)
     env_id, batch_size = next(cell[1:] for cell in CELLS if cell[0] == name)
-    update, _, _ = make_update(name, env_id, batch_size)
+    update, module, _ = make_update(name, env_id, batch_size)
+    torch.set_float32_matmul_precision(module.Args().matmul_precision)
     calls = 100 if name in DISCRETE else 10
     milliseconds(update, calls)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
