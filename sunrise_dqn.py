@@ -1038,7 +1038,7 @@ class Run:
             for name, part in vars(self.agent).items():
                 part.load_state_dict(state["agent"][name])
             for name in ("global_step", "episode", "metrics_size"):
-                if not is_of_type(state[name], int) or state[name] < 0:
+                if not is_of_type(state[name], int) or not 0 <= state[name] <= 10**12:
                     raise ValueError(f"{name} is {state[name]}")
             self.global_step = self.start_step = state["global_step"]
             self.episode = state["episode"]
