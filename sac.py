@@ -836,7 +836,7 @@ class Run:
         except BlockingIOError:
             raise RunError(f"{self.folder} is in use by another process") from None
         except OSError as error:
-            raise RunError(f"{self.folder} cannot be opened: {error}") from None
+            raise RunError(f"{self.folder} cannot be made or opened: {error}") from None
         self.check_same_run()  # once more, since another process may have been faster
         if os.path.exists(self.folder / "checkpoint.pt") != has_checkpoint:
             raise RunError(f"{self.folder} was in use by another process until now: try again")
