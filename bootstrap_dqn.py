@@ -237,8 +237,7 @@ def bootstrap_dqn_loss(
     with torch.no_grad():
         # Lines 14-15: each member's own greedy a', and its target.
         all_next_means = target_network(batch.next_observation)
-        next_action = all_next_means.argmax(-1)  # (N, K)
-        next_mean = at_action(all_next_means, next_action)
+        next_mean = all_next_means.amax(-1)  # (N, K)
         target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
         # Line 17: a mean over each member's unmasked samples.
         weight = uniform_weights(mask)  # (N, K)

@@ -198,11 +198,9 @@ def dqn_loss(
     with torch.no_grad():
         # Eq. 4: the target, at the target network's greedy a'.
         all_next_means = target_network(batch.next_observation)
-        next_action = all_next_means.argmax(-1)  # (K,)
-        next_mean = at_action(all_next_means, next_action)
+        next_mean = all_next_means.amax(-1)  # (K,)
         target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
-    squared_error = (mean - target) ** 2
-    loss = squared_error.mean()
+    loss = nn.functional.mse_loss(mean, target)
     return loss, {"mean": mean}
 
 

@@ -347,8 +347,7 @@ def ivdqn_loss(
     with torch.no_grad():
         # Lines 14-15: each member's own greedy a', and its target.
         all_next_means, all_next_log_variances = target_network.mean_and_log_variance(batch.next_observation)
-        next_action = all_next_means.argmax(-1)  # (N, K)
-        next_mean = at_action(all_next_means, next_action)
+        next_mean, next_action = all_next_means.max(-1)  # each (N, K)
         target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
         # Lines 16-21: the variance of the mixture of all members, at each member's a'.
         mixture = mixture_variance(all_next_means, all_next_log_variances.exp())  # (K, A), the same for all members

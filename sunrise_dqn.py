@@ -245,8 +245,7 @@ def sunrise_dqn_loss(
     with torch.no_grad():
         # Lines 14-15: each member's own greedy a', and its target.
         all_next_means = target_network(batch.next_observation)
-        next_action = all_next_means.argmax(-1)  # (N, K)
-        next_mean = at_action(all_next_means, next_action)
+        next_mean, next_action = all_next_means.max(-1)  # each (N, K)
         target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
         # Line 17: a mean over each member's unmasked samples, by the disagreement of all members at its a'.
         weights, variances = sunrise_weights(all_next_means, args.sunrise_temperature)  # each (K, A)
