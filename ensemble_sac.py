@@ -732,6 +732,18 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         raise RunError(f"{folder / 'checkpoint.pt'} cannot be loaded: {error}") from None
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Of itself, an optimizer takes any settings, and begins anew where its moments are missing."""
+    if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
+        raise ValueError("the optimizer has other settings")
+    optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters if optimizer.state else ():  # none before the first update
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if optimizer.state[parameter][moment].shape != parameter.shape:
+                raise ValueError(f"the optimizer's {moment} has another shape")
+
+
 def load_networks(agent: Agent, folder: Path) -> None:
     """The networks of a checkpoint, whatever script it is of, if they fit."""
     state = load_checkpoint(folder)
@@ -842,7 +854,7 @@ class Run:
             return
         if not has_begun:
             self.remove_new_folders()
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, RunError):
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, RunError | BrokenPipeError):
             place = traceback.extract_tb(frames)[-1]
             hint = f"{MEMORY_FLAGS}: too large? " if is_out_of_memory(error) else ""
             text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
@@ -1075,7 +1087,10 @@ class Run:
         try:
             self.check_same_settings("checkpoint.pt", state["script"], state["args"])
             for name, part in vars(self.agent).items():
-                part.load_state_dict(state["agent"][name])
+                if isinstance(part, torch.optim.Optimizer):
+                    load_optimizer(part, state["agent"][name])
+                else:
+                    part.load_state_dict(state["agent"][name])
             for name in ("global_step", "episode", "metrics_size"):
                 if not is_of_type(state[name], int) or not 0 <= state[name] <= 10**12:
                     raise ValueError(f"{name} is {state[name]}")
@@ -1145,6 +1160,10 @@ def main() -> None:
         sys.exit(error.code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to write
+        print(f"{SCRIPT}: nobody reads the output any more", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
