@@ -411,6 +411,7 @@ commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 # ============================================================================ the list of runs
 names=()
+settings=() # what a run may not differ in from what it was started with
 commands=()
 quoted_python=$(printf %q "$python")
 quoted_runs=$(printf %q "$runs")
@@ -428,20 +429,23 @@ while IFS=' |' read -r suites system env_id script arguments; do
         seed_arguments+=" --env-seed $env_seed"
       fi
       [[ $name =~ $only ]] || continue
-      command="$quoted_python $script --env-id $env_id $seed_arguments"
+      cell_settings="--env-id $env_id $seed_arguments $arguments"
+      command="$quoted_python $script"
       if $track; then
         group=$suite/${cell/__//}
         command="env WANDB_RUN_GROUP=$group WANDB_TAGS=$suite,$commit WANDB_JOB_TYPE=train $command --track"
       fi
-      command+=" --runs-dir $quoted_runs --run-name $name --num-threads $cell_threads $arguments --resume"
+      command+=" --runs-dir $quoted_runs --run-name $name --num-threads $cell_threads $cell_settings --resume"
       names+=("$name")
+      settings+=("$cell_settings")
       commands+=("$command")
     done
   done
 done <<<"$cells"
 ((${#names[@]})) || refuse "no run of the suite $suite matches '$only'"
 
-# For each name on the standard input, its run's state: finished, in use (by a process that has locked it) or unfinished.
+# For each line on the standard input, a name and perhaps its settings, the state of the run: finished, in use (by a process that
+# has locked it) or unfinished. A run that was finished with other settings is unfinished: it is started, and its script refuses.
 state_program='
 import fcntl
 import json
@@ -449,12 +453,26 @@ import sys
 from pathlib import Path
 
 
-def is_finished(folder):
+def is_saved(option, value, saved):
+    """Whether an argument was saved as the command line has it; value is None for --flag and --no-flag."""
+    name = option.removeprefix("--").replace("-", "_")
+    if value is None:
+        return saved[name.removeprefix("no_")] == (not name.startswith("no_"))
+    if isinstance(saved[name], (int, float)):
+        return saved[name] == float(value)
+    return saved[name] == value
+
+
+def is_finished(folder, words):
+    given = {}  # the last value of a repeated option counts
+    for word, following in zip(words, [*words[1:], "--"]):
+        if word.startswith("--"):
+            given[word] = None if following.startswith("--") else following
     try:
         config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        return config["status"] == "finished" and all(is_saved(*each, config["args"]) for each in given.items())
+    except (OSError, ValueError, TypeError, KeyError):
         return False
-    return isinstance(config, dict) and config.get("status") == "finished"
 
 
 def is_in_use(folder):
@@ -468,16 +486,21 @@ def is_in_use(folder):
     return False
 
 
-for name in sys.stdin.read().split():
+for line in sys.stdin:
+    name, *words = line.split()
     folder = Path(sys.argv[1], name)
-    print("finished" if is_finished(folder) else "in use" if is_in_use(folder) else "unfinished")
+    print("finished" if is_finished(folder, words) else "in use" if is_in_use(folder) else "unfinished")
 '
 run_states() (
   trap "" INT TERM # the signals are for the runs
   exec "$python" -c "$state_program" "$runs"
 )
 
-listed=$(printf '%s\n' "${names[@]}" | run_states) || refuse "PYTHON is '$python', which does not run"
+listed=$(
+  for i in "${!names[@]}"; do
+    echo "${names[i]} ${settings[i]}"
+  done | run_states
+) || refuse "PYTHON is '$python', which does not run"
 mapfile -t states <<<"$listed"
 todo=() # indices of the runs to start
 skipped=0
@@ -560,7 +583,7 @@ report() {
   local name=$1 outcome state left
   state=$(run_states <<<"$name") || true
   ended=$((ended + 1))
-  if [[ $state == finished ]]; then
+  if [[ $state == finished && $2 == 0 ]]; then
     outcome=finished
     finished=$((finished + 1))
   elif [[ $state == "in use" ]]; then

@@ -14,6 +14,7 @@ by random actions, fewer and fewer. This is the plainest of the discrete scripts
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -401,7 +402,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def require_finite(name: str, value: Any) -> None:
-    if not np.isfinite(np.asarray(value)).all():
+    is_finite = math.isfinite(value) if isinstance(value, float) else np.isfinite(np.asarray(value)).all()
+    if not is_finite:
         raise FloatingPointError(f"{name} is not finite")
 
 
@@ -620,15 +622,15 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Of itself, an optimizer takes any settings, and begins anew where its moments are missing."""
+    """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
     if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
         raise ValueError("the optimizer has other settings")
-    optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters if optimizer.state else ():  # none before the first update
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if optimizer.state[parameter][moment].shape != parameter.shape:
-                raise ValueError(f"the optimizer's {moment} has another shape")
+    shapes = {i: {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape} for i, p in enumerate(parameters)}
+    saved_shapes = {i: {key: value.shape for key, value in state.items()} for i, state in saved["state"].items()}
+    if saved_shapes not in ({}, shapes):  # {} before the first update
+        raise ValueError("the optimizer's moments are not those of its parameters")
+    optimizer.load_state_dict(saved)
 
 
 def load_networks(agent: Agent, folder: Path) -> None:

@@ -231,10 +231,9 @@ Agent = SunriseSAC  # for the machinery below
 
 
 # ---------------------------------------------------------------------------- uncertainty
-def sunrise_weights(q_values: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """sigmoid(-std T) + 0.5 over all values of one action (Eq. 18), and their variance: (N, ...) -> two of (...)."""
-    variance = q_values.var(0, unbiased=False)
-    return torch.sigmoid(-variance.sqrt() * temperature) + 0.5, variance
+def sunrise_weights(variance: Tensor, temperature: float) -> Tensor:
+    """sigmoid(-std T) + 0.5 (Eq. 18): lower where the values spread more."""
+    return torch.sigmoid(-variance.sqrt() * temperature) + 0.5
 
 
 # ---------------------------------------------------------------------------- losses
@@ -254,7 +253,8 @@ def sunrise_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: A
     next_value = next_q_values.amin(1) - alpha * next_log_prob
     target = batch.reward + args.gamma * (1 - batch.terminated) * next_value
     by_critic = all_q_values.flatten(1, 2).transpose(0, 1)  # (2N, member, K)
-    target_weight, next_variance = sunrise_weights(by_critic, args.sunrise_temperature)
+    next_variance = by_critic.var(0, unbiased=False)  # (member, K)
+    target_weight = sunrise_weights(next_variance, args.sunrise_temperature)
     return target, target_weight, next_variance
 
 
@@ -528,7 +528,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def require_finite(name: str, value: Any) -> None:
-    if not np.isfinite(np.asarray(value)).all():
+    is_finite = math.isfinite(value) if isinstance(value, float) else np.isfinite(np.asarray(value)).all()
+    if not is_finite:
         raise FloatingPointError(f"{name} is not finite")
 
 
@@ -747,15 +748,15 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Of itself, an optimizer takes any settings, and begins anew where its moments are missing."""
+    """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
     if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
         raise ValueError("the optimizer has other settings")
-    optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters if optimizer.state else ():  # none before the first update
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if optimizer.state[parameter][moment].shape != parameter.shape:
-                raise ValueError(f"the optimizer's {moment} has another shape")
+    shapes = {i: {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape} for i, p in enumerate(parameters)}
+    saved_shapes = {i: {key: value.shape for key, value in state.items()} for i, state in saved["state"].items()}
+    if saved_shapes not in ({}, shapes):  # {} before the first update
+        raise ValueError("the optimizer's moments are not those of its parameters")
+    optimizer.load_state_dict(saved)
 
 
 def load_networks(agent: Agent, folder: Path) -> None:

@@ -14,6 +14,7 @@ prediction. The weights stay between 0.5 and 1, whatever the disagreement.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -216,10 +217,9 @@ Agent = SunriseDQN  # for the machinery below
 
 
 # ---------------------------------------------------------------------------- uncertainty
-def sunrise_weights(q_values: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """sigmoid(-std T) + 0.5 over all values of one action (Eq. 18), and their variance: (N, ...) -> two of (...)."""
-    variance = q_values.var(0, unbiased=False)
-    return torch.sigmoid(-variance.sqrt() * temperature) + 0.5, variance
+def sunrise_weights(variance: Tensor, temperature: float) -> Tensor:
+    """sigmoid(-std T) + 0.5 (Eq. 18): lower where the values spread more."""
+    return torch.sigmoid(-variance.sqrt() * temperature) + 0.5
 
 
 # ---------------------------------------------------------------------------- losses
@@ -248,9 +248,9 @@ def sunrise_dqn_loss(
         next_mean, next_action = all_next_means.max(-1)  # each (N, K)
         target = batch.reward + batch.discount * (1 - batch.terminated) * next_mean
         # Line 17: a mean over each member's unmasked samples, by the disagreement of all members at its a'.
-        weights, variances = sunrise_weights(all_next_means, args.sunrise_temperature)  # each (K, A)
-        next_variance = at_action(variances.expand_as(all_next_means), next_action)  # (N, K)
-        weight = uniform_weights(mask) * at_action(weights.expand_as(all_next_means), next_action)  # (N, K)
+        spread = all_next_means.var(0, unbiased=False)  # (K, A)
+        next_variance = at_action(spread.expand_as(all_next_means), next_action)  # (N, K)
+        weight = uniform_weights(mask) * sunrise_weights(next_variance, args.sunrise_temperature)  # (N, K)
     # Line 18: the loss.
     squared_error = (mean - target) ** 2
     loss = (weight * squared_error).sum()
@@ -474,7 +474,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def require_finite(name: str, value: Any) -> None:
-    if not np.isfinite(np.asarray(value)).all():
+    is_finite = math.isfinite(value) if isinstance(value, float) else np.isfinite(np.asarray(value)).all()
+    if not is_finite:
         raise FloatingPointError(f"{name} is not finite")
 
 
@@ -693,15 +694,15 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Of itself, an optimizer takes any settings, and begins anew where its moments are missing."""
+    """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
     if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
         raise ValueError("the optimizer has other settings")
-    optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters if optimizer.state else ():  # none before the first update
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if optimizer.state[parameter][moment].shape != parameter.shape:
-                raise ValueError(f"the optimizer's {moment} has another shape")
+    shapes = {i: {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape} for i, p in enumerate(parameters)}
+    saved_shapes = {i: {key: value.shape for key, value in state.items()} for i, state in saved["state"].items()}
+    if saved_shapes not in ({}, shapes):  # {} before the first update
+        raise ValueError("the optimizer's moments are not those of its parameters")
+    optimizer.load_state_dict(saved)
 
 
 def load_networks(agent: Agent, folder: Path) -> None:

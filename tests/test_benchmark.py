@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, VARIABLES, read_rows, run_script, script, wandb_records
@@ -334,25 +336,32 @@ def is_refused(result: subprocess.CompletedProcess, said: str, runs: Path) -> No
 @pytest.mark.parametrize(
     ("config", "is_finished"),
     [
-        ('{\n  "script": "dqn.py",\n  "status": "finished"\n}', True),
-        ('{"status":"finished","script":"dqn.py"}', True),
-        ('{"status"\n:\n"\\u0066inished"}', True),
-        ('{"status": "running", "args": {"exp_name": "\\"status\\": \\"finished\\""}}', False),
-        ('{"status": "running", "args": {"status": "finished"}}', False),
-        ('{"args": {"status": "finished"}}', False),
-        ('{"status": "finished"', False),
+        ('{\n  "script": "dqn.py",\n  "args": ARGS,\n  "status": "finished"\n}', True),
+        ('{"status":"finished","args":ARGS,"script":"dqn.py"}', True),
+        ('{"args": ARGS, "status"\n:\n"\\u0066inished"}', True),
+        ('{"status": "running", "args": ARGS, "exp_name": "\\"status\\": \\"finished\\""}', False),
+        ('{"status": "running", "args": ARGS, "run": {"status": "finished"}}', False),
+        ('{"args": ARGS}', False),
+        ('{"args": ARGS, "status": "finished"', False),
+        ('{"status": "finished"}', False),
+        ('{"status": "finished", "args": null}', False),
+        ('{"status": "finished", "args": {}}', False),
         ('["status", "finished"]', False),
         ("", False),
         (None, False),
     ],
 )
-def test_what_counts_as_finished(config: str | None, is_finished: bool, tmp_path: Path):
+def test_what_counts_as_finished(
+    config: str | None, is_finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    commands = planned("smoke", "--seeds", "1", runs=tmp_path)
     names = ["CartPole-v1__DQN__1", "CartPole-v1__BootstrapDQN__1"]
-    for name in names:
+    for name, text in zip(names, ['{"status": "finished", "args": ARGS}', config], strict=True):
+        monkeypatch.setattr(sys, "argv", commands[name][1:])
+        saved = asdict(script(commands[name][1].removesuffix(".py")).parse_command_line())
         (tmp_path / name).mkdir()
-    (tmp_path / names[0] / "config.json").write_text('{"status": "finished"}')
-    if config is not None:
-        (tmp_path / names[1] / "config.json").write_text(config)
+        if text is not None:
+            (tmp_path / name / "config.json").write_text(text.replace("ARGS", json.dumps(saved)))
     left = planned("smoke", "--seeds", "1", runs=tmp_path)
     assert len(left) == (18 if is_finished else 19)
     assert names[0] not in left
@@ -402,6 +411,42 @@ def test_skip_and_failure(tmp_path: Path):
     assert "smoke: 1 finished, 1 failed, 1 skipped, 0 in use, 0 left" in result.stdout
     assert re.search(rf"failed: {broken}: dqn.py: .*checkpoint.pt cannot be loaded", result.stdout)
     assert (tmp_path / done / "metrics.jsonl").read_bytes() == before
+
+
+def change_saved(folder: Path, **arguments: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["args"] |= arguments
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"batch_size": 64}, {"env_id": "Acrobot-v1"}, {"variance_heads": True}, {"seed": 2}, {"total_timesteps": "many"}],
+)
+def test_a_finished_run_of_other_settings_is_not_skipped(changed: dict[str, Any], tmp_path: Path):
+    name = "CartPole-v1__BIV+BootstrapDQN__1"
+    suite = ("smoke", "--seeds", "1", "--only", re.escape(name))
+    assert benchmark(*suite, runs=tmp_path).returncode == 0
+    assert "1 skipped" in benchmark(*suite, runs=tmp_path).stdout
+    change_saved(tmp_path / name, **changed)
+    assert name in benchmark(*suite, "--dry-run", runs=tmp_path).stdout
+    result = benchmark(*suite, runs=tmp_path)
+    assert result.returncode == 1
+    assert f"[1/1] {name} failed with code 2" in result.stdout
+    argument = next(iter(changed)).replace("_", "[-_]")
+    assert re.search(rf"failed: {re.escape(name)}: ivdqn.py: .*{argument}", result.stdout)
+
+
+def test_a_finished_run_that_shall_be_longer_goes_on(tmp_path: Path):
+    """The total may change: what was finished at 500 steps is continued to the cell's 600."""
+    name = "CartPole-v1__DQN__1"
+    suite = ("smoke", "--seeds", "1", "--only", re.escape(name))
+    (command,) = planned(*suite, runs=tmp_path).values()
+    subprocess.run([*command, "--total-timesteps", "500"], cwd=ROOT, check=True, capture_output=True)
+    result = benchmark(*suite, runs=tmp_path)
+    assert result.returncode == 0
+    assert "1 finished, 0 failed, 0 skipped" in result.stdout
+    assert json.loads((tmp_path / name / "config.json").read_text())["args"]["total_timesteps"] == 600
 
 
 def test_a_stop_before_the_scripts_are_ready(tmp_path: Path):

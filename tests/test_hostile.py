@@ -651,6 +651,52 @@ def test_a_wrong_value_in_a_checkpoint_is_refused(
     assert_refused(name, settings_of(name, resume=True), tmp_path, "runs/x/checkpoint.pt")
 
 
+def another_learning_rate(optimizer: dict[str, Any]) -> None:
+    optimizer["param_groups"][0]["lr"] = 7.0
+
+
+def other_betas(optimizer: dict[str, Any]) -> None:
+    optimizer["param_groups"][0]["betas"] = (0.5, 0.5)
+
+
+def one_parameter_less(optimizer: dict[str, Any]) -> None:
+    optimizer["param_groups"][0]["params"].pop()
+
+
+def no_moments_of_one_parameter(optimizer: dict[str, Any]) -> None:
+    del optimizer["state"][2]
+
+
+def no_second_moment(optimizer: dict[str, Any]) -> None:
+    del optimizer["state"][0]["exp_avg_sq"]
+
+
+def no_step(optimizer: dict[str, Any]) -> None:
+    del optimizer["state"][0]["step"]
+
+
+def a_moment_of_another_shape(optimizer: dict[str, Any]) -> None:
+    optimizer["state"][1]["exp_avg"] = torch.zeros(3)
+
+
+OPTIMIZER_DAMAGE = [
+    *(another_learning_rate, other_betas, one_parameter_less, no_moments_of_one_parameter),
+    *(no_second_moment, no_step, a_moment_of_another_shape),
+]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize("damage", OPTIMIZER_DAMAGE)
+def test_an_optimizer_that_was_changed_in_a_checkpoint_is_refused(
+    name: str, damage: Callable[[dict[str, Any]], None], stopped: Callable[..., Path], tmp_path: Path
+):
+    folder = stopped(name)
+    state = read_checkpoint(folder)
+    damage(state["agent"][NETWORKS[name][1]])
+    torch.save(state, folder / "checkpoint.pt")
+    assert_refused(name, settings_of(name, resume=True), tmp_path, "runs/x/checkpoint.pt", "optimizer")
+
+
 KEYS = ["agent", "global_step", "episode", "eval_returns", "metrics_size", "numpy_rng", "torch_rng"]
 
 

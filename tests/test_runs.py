@@ -276,6 +276,16 @@ def test_what_is_no_number_has_its_type(name: str, field: str):
         assert said.startswith("--" + field.replace("_", "-") + " must be ")
 
 
+def test_a_closed_pipe_ends_the_run_with_a_sentence(tmp_path: Path):
+    """As by `python dqn.py | head -n 1`."""
+    command = [sys.executable, str(ROOT / "dqn.py"), "--env-id", "CartPole-v1", "--runs-dir", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 1
+    assert process.stderr.read().splitlines() == ["dqn.py: nobody reads the output any more"]
+
+
 def test_an_unwritable_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     result = call_script("dqn", *SHORT, "--runs-dir", "file/runs", cwd=tmp_path)
