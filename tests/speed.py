@@ -7,7 +7,7 @@ are those of the scripts' own loops; the parts of an update are timed around the
 limit is the time of an update's matrix products at the rate of the fastest single-precision product that torch offers.
 
     python tests/speed.py --profile ivsac             the operators of an update
-    python tests/speed.py --against FOLDER            the updates beside those of another checkout
+    python tests/speed.py --against FOLDER            updates and steps beside those of another checkout
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Args:
     out: Path = ROOT / "results" / "speed.json"  # where the numbers go
     repetitions: int = 5  # of every measurement, alternating
     profile: Literal[*DISCRETE, *CONTINUOUS] | None = None  # print the operators of this script's update, and leave
-    against: Path | None = None  # folder of another checkout: print its updates beside ours, and leave
+    against: Path | None = None  # folder of another checkout: print its speed beside ours, and leave
     threads: int = 1  # of --profile and --against
 
 
@@ -578,8 +578,24 @@ class Worker:
         self.process.wait()
 
 
+def loop_time(folder: Path, name: str, threads: int) -> float:
+    """Milliseconds a step of a checkout's script, as a person starts it; all actions are random."""
+    steps = {"total-timesteps": 6000, "learning-starts": 1000, "batch-size": 64, "eval-every": 0}
+    rest = {"start-epsilon": 1, "end-epsilon": 1, "num-threads": threads, "run-name": "x"}
+    if name not in SINGLE:
+        rest["mask-prob"] = 1
+    flags = [word for key, value in (steps | rest).items() for word in (f"--{key}", str(value))]
+    if name == "ivdqn":
+        flags.append("--no-terminal-variance")  # was the default before the redesign
+    with tempfile.TemporaryDirectory() as runs:
+        command = [sys.executable, folder / f"{name}.py", "--env-id", "LunarLander-v3", "--runs-dir", runs, *flags]
+        subprocess.run(command, check=True, capture_output=True)
+        rows = [json.loads(line) for line in Path(runs, "x", "metrics.jsonl").read_text().splitlines()]
+    return 1000 / [row["charts/SPS"] for row in rows if "charts/SPS" in row][-1]
+
+
 def print_comparison(folder: Path, threads: int, repetitions: int) -> None:
-    """Our updates beside those of another checkout."""
+    """Our updates, and the DQN family's whole steps, beside those of another checkout."""
     rows = []
     for name, env_id, batch_size in CELLS:
         calls = calls_of(name, batch_size)
@@ -591,6 +607,13 @@ def print_comparison(folder: Path, threads: int, repetitions: int) -> None:
         theirs, ours = (median(values) for values in found.values())
         rows.append([name, batch_size, theirs, ours, ratio(found, ROOT, folder.resolve())])
     show(f"Updates, {count(threads)}", ["script", "batch", f"ms in {folder}", "ms here", "ratio"], rows)
+    rows = []
+    for name in DISCRETE:
+        functions = {each: functools.partial(loop_time, each, name, threads) for each in (folder.resolve(), ROOT)}
+        found = alternate(functions, repetitions)
+        theirs, ours = (median(values) for values in found.values())
+        rows.append([name, theirs, ours, ratio(found, ROOT, folder.resolve())])
+    show(f"Whole steps, {count(threads)}", ["script", f"ms in {folder}", "ms here", "ratio"], rows)
 
 
 def main() -> None:
