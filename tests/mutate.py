@@ -586,8 +586,8 @@ MADE_BY_HAND = [
     one_change(
         "one target for all members",
         "ivdqn",
-        "= all_next_means.argmax(-1)",
-        "= all_next_means.mean(0, keepdim=True).expand_as(all_next_means).argmax(-1)",
+        "next_mean, next_action = all_next_means.max(-1)",
+        "next_mean, next_action = all_next_means.mean(0, keepdim=True).expand_as(all_next_means).max(-1)",
     ),
     one_change(
         "the variance of the first member's action",
@@ -697,8 +697,8 @@ MADE_BY_HAND = [
     one_change(
         "optimisers are not restored",
         "machinery",
-        "for name, part in vars(self.agent).items():\n                part.load",
-        "for name, part in vars(self.agent).items():\n                'optimizer' in name or part.load",
+        'load_optimizer(part, state["agent"][name])',
+        "pass",
     ),
     one_change("rows after the checkpoint stay", "machinery", "self.metrics.truncate(rows_size)", "pass"),
     one_change("a run of another script is resumed", "machinery", "if script != SCRIPT:", "if False:"),
@@ -732,9 +732,7 @@ MADE_BY_HAND = [
     one_change(
         "the steps between checkpoints start at 0", "machinery", "        self.saved_step = self.global_step\n", ""
     ),
-    one_change(
-        "nothing is refused as not finite", "machinery", "if not np.isfinite(np.asarray(value)).all():", "if False:"
-    ),
+    one_change("nothing is refused as not finite", "machinery", "    if not is_finite:", "    if False:"),
     one_change("no range of an argument", "machinery", "if not low <= value <= high:", "if False:"),
 ]
 
