@@ -292,21 +292,25 @@ search | DQN-a          | paper_envs:CartpoleNoise1-v0 | dqn.py           | $pol
 search | DQN-b          | paper_envs:CartpoleNoise1-v0 | dqn.py           | $pole --learning-rate 5e-4
 search | DQN-c          | paper_envs:CartpoleNoise1-v0 | dqn.py           | $pole --gamma 0.997
 search | DQN-d          | paper_envs:CartpoleNoise1-v0 | dqn.py           | $pole --batch-size 256
+search | DQN-e          | paper_envs:CartpoleNoise1-v0 | dqn.py           | $pole --gamma 0.997 --batch-size 256
 
 search | BootstrapDQN-a | paper_envs:CartpoleNoise1-v0 | bootstrap_dqn.py | $pole $half
 search | BootstrapDQN-b | paper_envs:CartpoleNoise1-v0 | bootstrap_dqn.py | $pole --mask-prob 1 --prior-scale 0
 search | BootstrapDQN-c | paper_envs:CartpoleNoise1-v0 | bootstrap_dqn.py | $pole $half --gamma 0.997
 search | BootstrapDQN-d | paper_envs:CartpoleNoise1-v0 | bootstrap_dqn.py | $pole $half --learning-rate 5e-4
+search | BootstrapDQN-e | paper_envs:CartpoleNoise1-v0 | bootstrap_dqn.py | $pole --mask-prob 1 --prior-scale 0 --gamma 0.997
 
 search | SunriseDQN-a   | paper_envs:CartpoleNoise1-v0 | sunrise_dqn.py   | $pole $half --sunrise-temperature 50
 search | SunriseDQN-b   | paper_envs:CartpoleNoise1-v0 | sunrise_dqn.py   | $pole --mask-prob 1 --prior-scale 0 --sunrise-temperature 50
 search | SunriseDQN-c   | paper_envs:CartpoleNoise1-v0 | sunrise_dqn.py   | $pole $half --gamma 0.997 --sunrise-temperature 50
 search | SunriseDQN-d   | paper_envs:CartpoleNoise1-v0 | sunrise_dqn.py   | $pole $half --sunrise-temperature 10
+search | SunriseDQN-e   | paper_envs:CartpoleNoise1-v0 | sunrise_dqn.py   | $pole $half --gamma 0.997 --sunrise-temperature 10
 
 search | IV-DQN-a       | paper_envs:CartpoleNoise1-v0 | ivdqn.py         | $pole $half $iv_noise --no-terminal-variance
 search | IV-DQN-b       | paper_envs:CartpoleNoise1-v0 | ivdqn.py         | $pole --mask-prob 1 --prior-scale 0 $iv_noise --no-terminal-variance
 search | IV-DQN-c       | paper_envs:CartpoleNoise1-v0 | ivdqn.py         | $pole $half --gamma 0.997 $iv_noise --no-terminal-variance
 search | IV-DQN-d       | paper_envs:CartpoleNoise1-v0 | ivdqn.py         | $pole $half $iv_noise --terminal-variance
+search | IV-DQN-e       | paper_envs:CartpoleNoise1-v0 | ivdqn.py         | $pole $half --gamma 0.997 $iv_noise --terminal-variance
 "
 
 # ---------------------------------------------------------------------------- every system, for seconds
