@@ -250,37 +250,33 @@ def effective_batch_size(weight: Tensor) -> Tensor:
     return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
-TINY = 1e-60  # stands for a variance of 0: the square of its inverse is still a number
+TINY = 1e-60  # stands for a variance of 0: the fourth power of its inverse is still a number
 
 
 def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
     """The smallest xi >= 0 with EBS >= MEBS over each member's unmasked samples (Eq. 2): (N, K) -> (N, 1).
 
-    With n weights, EBS >= MEBS says that their mean is at least `goal` times their standard deviation. This ratio
-    is concave in xi, and almost a line, so that Newton's method finds xi in a few steps.
+    With n weights, EBS >= MEBS says that their mean is at least `goal` standard deviations. The ratio of the two is
+    concave in xi, so that Newton's method, begun at xi = 0, comes to the solution from below.
     """
     n = np.maximum(mask.sum(-1, keepdims=True), 1)
     mebs = np.minimum(mebs_ratio * n, n - 1)
-    goal = np.sqrt(mebs / (n - mebs)) * (1 + 1e-6)  # a little more, so that rounding cannot leave EBS below MEBS
-    weight = mask / np.maximum(variance, TINY)
-    needed = weight.sum(-1, keepdims=True) ** 2 < mebs * (weight**2).sum(-1, keepdims=True)  # EBS < MEBS without xi
-    xi = np.maximum((mask * variance).sum(-1, keepdims=True) / n, 1e-30)  # a first guess: the mean variance
+    goal = np.sqrt(mebs / (n - mebs))
+    xi = np.zeros((len(variance), 1))
     for _ in range(100):
-        weight = mask / (variance + xi)
-        square = weight * weight
-        # The sums of the weights, of their squares and of their cubes.
-        s1 = weight.sum(-1, keepdims=True)
-        s2 = square.sum(-1, keepdims=True)
-        s3 = (square * weight).sum(-1, keepdims=True)
-        deviation = np.sqrt(np.maximum(n * s2 - s1**2, 0))  # n times the standard deviation, as s1 is n times the mean
-        # Newton's step to s1 / deviation = goal. Gap and slope are multiplied by deviation^3, which may be 0.
-        gap = (goal * deviation - s1) * deviation**2
-        slope = n * (s1 * s3 - s2**2)
-        step = np.clip(gap / np.maximum(slope, 1e-200), -0.9 * xi, 9 * xi)  # xi stays positive
-        xi = xi + step
-        if (abs(step) <= 1e-7 * xi)[needed].all():
+        weight = mask / np.maximum(variance + xi, TINY)
+        total = weight.sum(-1, keepdims=True)
+        total_square = (weight**2).sum(-1, keepdims=True)
+        is_short = total**2 < mebs * total_square  # EBS < MEBS
+        if not is_short.any():
             break
-    return np.where(needed, xi, 0)
+        with np.errstate(divide="ignore", invalid="ignore"):  # the others may divide by 0, and stay where they are
+            deviation = np.sqrt(n * total_square - total**2)  # n standard deviations, where total is n means
+            spread = (weight * (weight - total_square / total) ** 2).sum(-1, keepdims=True)
+            slope = n * total * spread / deviation**3  # the derivative of total / deviation
+            step = (goal - total / deviation) / slope
+        xi = np.where(is_short, (xi + step) * (1 + 1e-6), xi)  # a little further, so that the last step arrives
+    return xi
 
 
 def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.ndarray:

@@ -502,20 +502,20 @@ MADE_BY_HAND = [
     one_change("another number for 0", "both", "TINY = 1e-60", "TINY = 1e-20"),
     one_change("masked samples count in MEBS", "both", "np.maximum(mask.sum(-1, keepdims=True), 1)", "mask.shape[-1]"),
     one_change("MEBS without its limit", "both", "np.minimum(mebs_ratio * n, n - 1)", "mebs_ratio * n"),
-    one_change("xi a little too small", "both", "(1 + 1e-6)  # a little more", "(1 - 1e-6)  # a little more"),
-    one_change("xi where none is needed", "both", "np.where(needed, xi, 0)", "xi"),
-    one_change("masked samples count in xi", "both", "weight = mask / (variance + xi)", "weight = 1 / (variance + xi)"),
-    one_change("three steps of Newton's", "both", "for _ in range(100)", "for _ in range(3)"),
-    one_change("Newton's steps end early", "both", "1e-7 * xi", "1e-1 * xi"),
+    one_change("xi a little too small", "both", "* (1 + 1e-6), xi)", "* (1 - 1e-6), xi)"),
+    one_change("xi where none is needed", "both", "np.where(is_short, (xi + step)", "np.where(True, abs(xi + step)"),
     one_change(
-        "Newton's steps have no limit",
+        "masked samples count in xi",
         "both",
-        "np.clip(gap / np.maximum(slope, 1e-200), -0.9 * xi, 9 * xi)",
-        "gap / np.maximum(slope, 1e-200)",
+        "weight = mask / np.maximum(variance + xi, TINY)\n        total",
+        "weight = 1 / np.maximum(variance + xi, TINY)\n        total",
     ),
+    one_change("three steps of Newton's", "both", "for _ in range(100)", "for _ in range(3)"),
     one_change(
-        "the first guess has no lower limit", "both", "/ n, 1e-30)  # a first guess", "/ n, 0)  # a first guess"
+        "Newton's steps end with the first member's", "both", "if not is_short.any():", "if not is_short.all():"
     ),
+    one_change("another slope", "both", "weight - total_square / total", "weight - total / n"),
+    one_change("the sign of the goal", "both", "(goal - total / deviation)", "(goal + total / deviation)"),
     one_change("BIV without xi", "both", "mask / np.maximum(variance + xi, TINY)", "mask / np.maximum(variance, TINY)"),
     one_change(
         "BIV of masked samples", "both", "mask / np.maximum(variance + xi, TINY)", "1 / np.maximum(variance + xi, TINY)"
