@@ -32,6 +32,7 @@ RESULTS = [
     ("table1", ["table1"], ["table1"], "README.md"),
     ("table1", ["table1"], ["table1-improvement"], "docs/reproduction.md"),
     ("ablations-dqn", ["table1", "ablations"], ["ablations-dqn-improvement"], "docs/reproduction.md"),
+    ("search", ["search"], ["search-Cartpole-Noise", "search-MountainCar-v0"], "docs/reproduction.md"),
     ("table2-100k", ["table2-100k"], ["table2-100k"], "docs/reproduction.md"),
 ]
 
