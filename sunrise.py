@@ -814,7 +814,8 @@ class Run:
         rows = self.folder / "metrics.jsonl"
         self.has_checkpoint = os.path.exists(self.folder / "checkpoint.pt")
         has_rows = os.path.exists(rows) and os.path.getsize(rows) > 0
-        if not (self.has_checkpoint or has_rows or os.path.exists(self.folder / "config.json")):
+        self.is_new = not (self.has_checkpoint or has_rows or os.path.exists(self.folder / "config.json"))
+        if self.is_new:
             return
         if not self.args.resume:
             raise RunError(f"{self.folder} exists: continue it with --resume, or choose another --run-name")
@@ -876,7 +877,7 @@ class Run:
             self.metrics = self.stack.enter_context(open(path, mode, buffering=0))
             lock(self.metrics)
         self.check_same_run()  # once more, since another process may have been faster
-        self.owns_folder = self.folder in self.new_folders
+        self.owns_folder = self.is_new and self.folder in self.new_folders
 
     def start_wandb(self) -> None:
         self.wandb_videos = set(self.folder.glob("videos/*/*.mp4"))
