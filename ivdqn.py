@@ -15,7 +15,6 @@ weights let uncertain targets count less. Loss attenuation absorbs the noise of 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
@@ -28,9 +27,10 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
@@ -529,57 +529,21 @@ MAY_CHANGE = {
     *("exp_name", "run_name", "runs_dir", "checkpoint_every", "checkpoint_minutes", "resume"),
     *("evaluate", "eval_episodes", "capture_video", "track", "wandb_project_name", "wandb_entity"),
 }
+# The smallest and the largest value of the arguments that are not like most: whole numbers from 1, others from 0.
+RANGES = {
+    **dict.fromkeys(("gamma", "tau", "start_epsilon", "end_epsilon", "epsilon_decay", "mebs_ratio"), (0, 1)),
+    **dict.fromkeys(("seed", "env_seed", "learning_starts", "eval_every"), (0, 10**12)),
+    **dict.fromkeys(("alpha", "max_grad_norm"), (1e-12, 1e12)),
+    "mask_prob": (1e-3, 1),
+    "solved_at": (-1e12, 1e12),
+    "num_threads": (1, 1024),
+}
 # What the progress bar shows beside steps, speed and time left.
 SHOWN = {
     "charts/episode": "ep",
     "charts/episodic_return": "return",
     "charts/eval_return": "eval",
     "charts/eval_return_mean100": "mean",
-}
-MAX_INPUTS = 10_000  # numbers in an observation: an MLP is not made for pictures
-MEMORY_FLAGS = "--buffer-size, --batch-size, --hidden-size, --num-nets"  # what takes memory
-# The smallest and the largest value of each number, for the arguments of all scripts.
-RANGES = {
-    "total_timesteps": (1, 10**12),
-    "total_episodes": (1, 10**12),
-    "solved_at": (-1e12, 1e12),
-    "eval_every": (0, 10**12),
-    "num_nets": (1, 1000),
-    "hidden_size": (1, 10**5),
-    "buffer_size": (1, 10**9),
-    "learning_starts": (0, 10**12),
-    "train_frequency": (1, 10**9),
-    "batch_size": (1, 10**6),
-    "learning_rate": (1e-12, 1e3),
-    "max_grad_norm": (1e-12, 1e12),
-    "gamma": (0, 1),
-    "n_step": (1, 10**4),
-    "tau": (1e-12, 1),
-    "target_network_frequency": (1, 10**9),
-    "start_epsilon": (0, 1),
-    "end_epsilon": (0, 1),
-    "epsilon_decay": (1e-12, 1),
-    "mask_prob": (1e-3, 1),
-    "prior_scale": (0, 1e6),
-    "mebs_ratio": (1e-6, 1),
-    "xi": (0, 1e30),
-    "loss_attenuation_weight": (0, 1e12),
-    "sunrise_temperature": (0, 1e12),
-    "uwac_beta": (1e-12, 1e12),
-    "num_threads": (1, 1024),
-    "seed": (0, 2**63 - 1),
-    "env_seed": (0, 2**63 - 1),
-    "log_every": (1, 10**12),
-    "checkpoint_every": (1, 10**12),
-    "checkpoint_minutes": (0, 1e6),
-    "eval_episodes": (1, 10**6),
-    "rollout_length": (1, 10**9),
-    "updates_per_step": (0, 1e6),
-    "policy_lr": (1e-12, 1e3),
-    "q_lr": (1e-12, 1e3),
-    "alpha_lr": (1e-12, 1e3),
-    "alpha": (1e-12, 1e12),
-    "ucb": (0, 1e12),
 }
 
 
@@ -591,14 +555,21 @@ class RunError(Exception):
         self.code = code
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or "allocate" in str(error)
+@contextmanager
+def refusing(beginning: str, code: int = 2) -> Iterator[None]:
+    """Whatever goes wrong in here ends the run with a sentence that begins so."""
+    try:
+        yield
+    except RunError:
+        raise
+    except (Exception, SystemExit) as error:  # an environment's module may do anything
+        raise RunError(f"{beginning}: {type(error).__name__}: {error}", code) from error
 
 
-def require_finite(name: str, value: Any) -> None:
-    is_finite = math.isfinite(value) if isinstance(value, float) else np.isfinite(np.asarray(value)).all()
-    if not is_finite:
+def require_finite(name: str, value: Any) -> Any:
+    if not np.isfinite(np.asarray(value)).all():
         raise FloatingPointError(f"{name} is not finite")
+    return value
 
 
 # ---------------------------------------------------------------------------- arguments
@@ -611,7 +582,6 @@ class RunArgs:
     env_kwargs: tuple[str, ...] = ()  # arguments of the environment: JSON objects or key=value
     eval_env_id: str | None = None  # gymnasium id of the evaluation environment (default: --env-id)
     log_every: int = 500  # steps between two rows of losses/ and uncertainty/ metrics, where there are updates
-    torch_deterministic: bool = True  # on a GPU, prefer deterministic algorithms and warn where there is none
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_name: str | None = None  # name of the run's folder (default: {env}__{exp}__{seed}__{unix time})
     runs_dir: str = "runs"  # folder of all runs
@@ -638,30 +608,26 @@ def is_of_type(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-    if get_args(kind):  # one or the other
-        return any(is_of_type(value, each) for each in get_args(kind))
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    if float in (kind, *get_args(kind)):
+        kind = kind | int
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def check_args(args: Args) -> None:
-    """Refuses a value of another type and a number out of range."""
+    """Refuses a value of another type, a number out of range, a text that cannot be shown."""
     for name, kind in get_type_hints(Args).items():
         flag = "--" + name.replace("_", "-")
         value = getattr(args, name)
         if not is_of_type(value, kind):
             raise RunError(f"{flag} must be {getattr(kind, '__name__', kind)}, not {value!r}")
-        if value == "":
-            raise RunError(f"{flag} must not be empty")
-        if not "".join(value if isinstance(value, tuple) else str(value)).isprintable():
-            raise RunError(f"{flag} must be printable, not {value!r}")
-        if name in RANGES and value is not None:
-            low, high = RANGES[name]
+        if isinstance(value, int | float):
+            smallest = 1 if int in (kind, *get_args(kind)) else 0
+            low, high = RANGES.get(name, (smallest, 10**12))
             if not low <= value <= high:
                 raise RunError(f"{flag} must be between {low:g} and {high:g}, not {value}")
+        for text in value if isinstance(value, tuple) else [str(value)]:
+            if not text or not text.isprintable():
+                raise RunError(f"{flag} must be printable and not empty, not {value!r}")
 
 
 def read_env_kwargs(args: Args) -> dict[str, Any]:
@@ -669,17 +635,15 @@ def read_env_kwargs(args: Args) -> dict[str, Any]:
     kwargs = {}
     for word in args.env_kwargs:
         key, equals, value = word.partition("=")
-        try:
-            if word.startswith("{"):
+        if word.startswith("{"):
+            with refusing(f"--env-kwargs {word} is no JSON object"):
                 kwargs |= json.loads(word)
-            elif equals:
-                kwargs[key] = json.loads(value)
-            else:
-                raise RunError(f"--env-kwargs takes a JSON object or key=value, not {word}")
-        except (ValueError, RecursionError):
-            if word.startswith("{"):
-                raise RunError(f"--env-kwargs {word} is no JSON object") from None
+        elif equals:
             kwargs[key] = value
+            with suppress(ValueError, RecursionError):
+                kwargs[key] = json.loads(value)
+        else:
+            raise RunError(f"--env-kwargs takes a JSON object or key=value, not {word}")
     return kwargs
 
 
@@ -691,14 +655,11 @@ def run_folder(args: Args) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """A run's config.json; arguments that it does not know have their defaults."""
-    try:
+    with refusing(f"{folder} holds no run"):
         config = json.loads((folder / "config.json").read_text())
         known = asdict(Args())
-        saved = {name: value for name, value in config["args"].items() if name in known}
-        saved["env_kwargs"] = tuple(saved.get("env_kwargs", ()))
-        return config | {"script": config["script"], "wandb_id": config.get("wandb_id"), "args": known | saved}
-    except Exception as error:
-        raise RunError(f"{folder} holds no run: {type(error).__name__}: {error}") from None
+        args = known | {name: value for name, value in config["args"].items() if name in known}
+        return config | {"args": args | {"env_kwargs": tuple(args["env_kwargs"])}}  # which JSON has as a list
 
 
 @dataclass
@@ -709,98 +670,73 @@ class CommandLine:
     run: RunArgs
 
 
-def parse(defaults: dict[str, Any]) -> Args:
-    algorithm = AlgorithmArgs(**{field.name: defaults[field.name] for field in fields(AlgorithmArgs)})
-    run = RunArgs(**{field.name: defaults[field.name] for field in fields(RunArgs)})
-    default = CommandLine(algorithm, run)
-    given = tyro.cli(CommandLine, default=default, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+def parse(default: Args) -> Args:
+    algorithm = AlgorithmArgs(**{field.name: getattr(default, field.name) for field in fields(AlgorithmArgs)})
+    run = RunArgs(**{field.name: getattr(default, field.name) for field in fields(RunArgs)})
+    groups = CommandLine(algorithm, run)
+    given = tyro.cli(CommandLine, default=groups, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     return Args(**vars(given.algorithm), **vars(given.run))
 
 
 def parse_command_line() -> Args:
     """The command line. What --resume and --evaluate are not told comes from the run's own config.json."""
-    args = parse(asdict(Args()))
+    args = parse(Args())
     if args.resume and not args.run_name:
         raise RunError("--resume needs the --run-name of the run")
-    folder = Path(args.evaluate) if args.evaluate else run_folder(args)
+    folder = Path(args.evaluate or run_folder(args))
     if args.evaluate or (args.resume and (folder / "config.json").exists()):
-        here = {"run_name": args.run_name, "runs_dir": args.runs_dir, "resume": False, "evaluate": None}
+        saved = Args(**read_config(folder)["args"])
+        check_args(saved)
+        for name in ("run_name", "runs_dir", "resume", "evaluate"):
+            setattr(saved, name, getattr(args, name))
         if args.evaluate:
-            here |= {"track": False, "capture_video": False}
-        saved = read_config(folder)["args"]
-        check_args(Args(**saved))
-        args = parse(saved | here)
+            saved.capture_video = False
+        args = parse(saved)
     return args
 
 
 # ---------------------------------------------------------------------------- environments
-class CheckFinite(gym.Wrapper):
-    """Ends the run at an observation or a reward that is not finite."""
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        observation, info = self.env.reset(**kwargs)
-        require_finite("the observation", observation)
-        return observation, info
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        require_finite("the observation", observation)
-        require_finite("the reward", reward)
-        return observation, float(reward), terminated, truncated, info
-
-
 def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
-    """The environment, with flat observations and actions of the script's kind."""
+    """The environment, with flat observations, actions of the script's kind, and an error at what is not finite."""
     kwargs |= read_env_kwargs(args)
-    try:
+    with refusing(f"the environment {env_id} cannot be made"):
         env = gym.make(env_id, **kwargs)
         num_inputs = gym.spaces.flatdim(env.observation_space)
-        if not 1 <= num_inputs <= MAX_INPUTS:
-            raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes 1 to {MAX_INPUTS}")
+        if not 1 <= num_inputs <= 10_000:  # an MLP is not made for pictures
+            raise ValueError(f"its observations are {num_inputs} numbers, and an MLP takes 1 to 10,000")
         if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
-    except (Exception, SystemExit) as error:  # its module may do anything
-        raise RunError(f"the environment {env_id} cannot be made: {type(error).__name__}: {error}") from None
-    return CheckFinite(adapt_actions(env))
+        check_observation = partial(require_finite, "the observation")
+        env = gym.wrappers.TransformObservation(env, check_observation, env.observation_space)
+        env = gym.wrappers.TransformReward(env, float)
+        env = gym.wrappers.TransformReward(env, partial(require_finite, "the reward"))
+        return adapt_actions(env)
 
 
-def try_out(env_id: str, args: Args) -> None:
+def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
     """Refuses an environment that cannot be stepped, and warns of one that an exact --resume cannot be had in."""
-    env = make_env(env_id, args)
     beginnings = []
-    try:
+    asked = "run with --capture-video" if kwargs else "run"
+    with refusing(f"the environment {env_id} cannot be {asked}"):
+        env = make_env(env_id, args, **kwargs)
         for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's are not
             env.action_space.seed(0)
             observations = [env.reset(seed=0)[0]]
-            done = False
-            while not done and len(observations) < 20:
+            for _ in range(20):
                 observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
                 observations.append(observation)
-                done = terminated or truncated
+                if terminated or truncated:
+                    break
             beginnings.append(np.array(observations))
+        if kwargs:
+            import moviepy  # noqa: F401
+
+            if np.ndim(env.render()) != 3:
+                raise ValueError("it gives no picture")
         env.close()
-    except Exception as error:
-        raise RunError(f"the environment {env_id} cannot be run: {type(error).__name__}: {error}") from None
     if not all(np.array_equal(beginning, beginnings[0]) for beginning in beginnings):
         text = f"{env_id} keeps a state at reset: a run that was killed may go on otherwise than it would have"
         print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
-def make_eval_env(args: Args) -> gym.Env:
-    """The environment of evaluations; with --capture-video, one that has been seen to render."""
-    env_id = args.eval_env_id or args.env_id
-    if not args.capture_video:
-        return make_env(env_id, args)
-    env = make_env(env_id, args, render_mode="rgb_array")
-    try:
-        import moviepy  # noqa: F401
-
-        env.reset(seed=0)
-        if np.ndim(env.render()) != 3:
-            raise ValueError("it gives no picture")
-    except Exception as error:
-        raise RunError(f"--capture-video: {env_id} cannot be rendered here: {error}") from None
-    return env
 
 
 # ---------------------------------------------------------------------------- checkpoints
@@ -808,65 +744,53 @@ def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
-def load_checkpoint(folder: Path) -> dict[str, Any]:
-    try:
-        return torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)  # runs no code of the file
-    except Exception as error:
-        raise RunError(f"{folder / 'checkpoint.pt'} cannot be loaded: {error}") from None
+def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any]:
+    """Gives the agent those of its parts that are of a kind as a checkpoint has them; returns the checkpoint."""
+    path = folder / "checkpoint.pt"
+    with refusing(f"{path} cannot be loaded"):
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file
+    for name, part in vars(agent).items():
+        if isinstance(part, kind):
+            with refusing(f"{path} does not fit: {name}"):
+                saved = checkpoint["agent"][name]
+                if isinstance(part, torch.optim.Optimizer):
+                    check_optimizer(part, saved)
+                part.load_state_dict(saved)
+    return checkpoint
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
-    if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
-        raise ValueError("the optimizer has other settings")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    shapes = {i: {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape} for i, p in enumerate(parameters)}
-    saved_shapes = {i: {key: value.shape for key, value in state.items()} for i, state in saved["state"].items()}
-    if saved_shapes not in ({}, shapes):  # {} before the first update
-        raise ValueError("the optimizer's moments are not those of its parameters")
-    optimizer.load_state_dict(saved)
-
-
-def load_networks(agent: Agent, folder: Path) -> None:
-    """The networks of a checkpoint, whatever script it is of, if they fit."""
-    state = load_checkpoint(folder)
-    try:
-        for name, part in vars(agent).items():
-            if isinstance(part, nn.Module):
-                part.load_state_dict(state["agent"][name])
-    except Exception as error:
-        raise RunError(f"{folder / 'checkpoint.pt'} does not fit: {error}") from None
+    assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
+    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"]]
+    states = saved["state"].values()  # none before the first update
+    found = [(state["step"].shape, state["exp_avg"].shape, state["exp_avg_sq"].shape) for state in states]
+    assert found in ([], expected)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to be written anew: should the process die, the old one or the new one is there, whole."""
     temporary = path.with_name(path.name + ".tmp")
-    try:
+    with refusing(f"{path} cannot be written", code=1):
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:  # a new file, never through somebody's link
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise RunError(f"{path} cannot be written: {error}", code=1) from None
-
-
-def without_links(path: str, flags: int) -> int:
-    """Opens a file as open() does, but never through somebody's link."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def lock(file: BinaryIO) -> None:
     """Keeps a second process from the same run, where the system can. The lock dies with this process."""
-    try:
+    with suppress(ImportError):  # on Windows
         import fcntl
-    except ImportError:  # Windows
-        return
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def every_episode(_: int) -> bool:
+    return True
 
 
 class Run:
@@ -879,47 +803,44 @@ class Run:
         self.env_seed = args.seed if args.env_seed is None else args.env_seed
         self.global_step = 0
         self.start_step = 0
-        self.new_folders = []  # those that were not there, the innermost first
-        self.owns_folder = False  # whether all that is in the run's folder is of this process
         self.episode = 0
         self.eval_returns = []
         self.solved_at = None  # mean of the last 100 evaluation returns that ends the run
         self.stop_signal = 0  # the first that came
-        self.signals_seen = set()
         self.notice = ""
+        self.bar_texts = {}
+        self.new_folders = []  # those that were not there, the innermost first
+        self.owns_folder = False  # whether all that is in the run's folder is of this process
         self.was_finished = False
         self.wandb = None
         self.wandb_id = uuid.uuid4().hex
-        self.wandb_videos = set()
-        self.bar_texts = {}
 
     def __enter__(self) -> Run:
         """Sets up torch, signals and environments; __exit__ puts everything back as it was."""
         args = self.args
         with ExitStack() as stack:
-            on_gpu = choose_device(args).type == "cuda"
-            stack.enter_context(torch.random.fork_rng(devices=[0] if on_gpu else []))
+            gpus = [0] if choose_device(args).type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(gpus))
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
             torch.manual_seed(args.seed)
             torch.set_num_threads(args.num_threads)
             torch.set_float32_matmul_precision(args.matmul_precision)
-            torch.set_deterministic_debug_mode("warn" if args.torch_deterministic and on_gpu else "default")
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, signal.SIGTERM):
                     stack.callback(signal.signal, number, signal.signal(number, self.on_signal))
             if not args.evaluate:
                 self.check_same_run()
-            for env_id in sorted({args.env_id, args.eval_env_id or args.env_id}):
-                try_out(env_id, args)
-            self.env = make_env(args.env_id, args)
-            stack.callback(self.env.close)
-            self.eval_env = make_eval_env(args)
-            stack.callback(self.eval_env.close)
+            eval_env_id = args.eval_env_id or args.env_id
+            video = {"render_mode": "rgb_array"} if args.capture_video else {}
+            if eval_env_id != args.env_id:
+                try_out(args.env_id, args)
+            try_out(eval_env_id, args, **video)
+            self.env = stack.enter_context(make_env(args.env_id, args))
+            self.eval_env = stack.enter_context(make_env(eval_env_id, args, **video))
             spaces = (self.env.observation_space.shape, self.env.action_space)
             if (self.eval_env.observation_space.shape, self.eval_env.action_space) != spaces:
-                raise RunError(f"--eval-env-id {args.eval_env_id} has other spaces than --env-id {args.env_id}")
+                raise RunError(f"--eval-env-id {eval_env_id} has other spaces than --env-id {args.env_id}")
             self.stack = stack.pop_all()
         return self
 
@@ -929,76 +850,78 @@ class Run:
             if videos := self.new_videos():  # the last one is written as its environment closes
                 self.wandb.log(videos, step=self.global_step)
             self.wandb.finish(exit_code=0 if error is None else 1)
+        has_begun = self.global_step > self.start_step
+        if error is not None and not has_begun:
+            if self.owns_folder:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            for folder in self.new_folders:
+                with suppress(OSError):  # another run is in it
+                    folder.rmdir()
         if isinstance(error, FloatingPointError):
             raise RunError(f"{error} at step {self.global_step}: the run ends here", code=1) from None
-        has_begun = self.global_step > self.start_step
-        is_exit = isinstance(error, SystemExit)  # an environment's: it would look like a run that ended well
-        if error is None or (has_begun and not is_exit and not is_out_of_memory(error)):
-            return
-        if not has_begun:
-            self.remove_new_folders()
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, RunError | BrokenPipeError):
+        is_out_of_memory = isinstance(error, MemoryError) or "allocate" in str(error)
+        is_told = isinstance(error, RunError | BrokenPipeError)
+        # A mistake in the algorithm, found while it runs, keeps its traceback. An exit would look like a good end.
+        needs_telling = not has_begun or is_out_of_memory or isinstance(error, SystemExit)
+        if isinstance(error, Exception | SystemExit) and needs_telling and not is_told:
             place = traceback.extract_tb(frames)[-1]
-            hint = f"{MEMORY_FLAGS}: too large? " if is_out_of_memory(error) else ""
+            hint = "--buffer-size, --batch-size, --hidden-size, --num-nets: too large? " if is_out_of_memory else ""
             text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
             raise RunError(text, code=1 if has_begun else 2) from error
 
-    def remove_new_folders(self) -> None:
-        """Leaves things as they were before a run that did not come to its first step."""
-        if self.owns_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        for folder in self.new_folders:
-            with suppress(OSError):  # another run is in it
-                folder.rmdir()
-
     def on_signal(self, number: int, _: Any) -> None:
         """Ctrl-C or SIGTERM: the first lets the episode finish, the same once more ends the process."""
-        if number in self.signals_seen:
-            raise KeyboardInterrupt
-        self.signals_seen.add(number)  # a launcher may add SIGTERM to the terminal's Ctrl-C
-        self.stop_signal = self.stop_signal or number
+        signal.signal(number, signal.default_int_handler)
+        self.stop_signal = self.stop_signal or number  # a launcher may add SIGTERM to the terminal's Ctrl-C
         # To be shown at the next step: another print may be under way now.
         self.notice = "finishing the episode, then saving; once more to quit at once"
+
+    def check_same_run(self) -> None:
+        """A run belongs to its script and its arguments."""
+        rows = self.folder / "metrics.jsonl"
+        self.has_checkpoint = os.path.exists(self.folder / "checkpoint.pt")
+        has_rows = os.path.exists(rows) and os.path.getsize(rows) > 0
+        self.is_new = not (self.has_checkpoint or has_rows or os.path.exists(self.folder / "config.json"))
+        if self.is_new:
+            return
+        if not self.args.resume:
+            raise RunError(f"{self.folder} exists: continue it with --resume, or choose another --run-name")
+        config = read_config(self.folder)
+        self.check_same_settings("config.json", config)
+        self.was_finished = config.get("status") == "finished"
+        if self.was_finished and not self.has_checkpoint:
+            raise RunError(f"{self.folder} is finished, and has no checkpoint to go on from")
+        self.wandb_id = config.get("wandb_id")
+
+    def check_same_settings(self, file: str, saved: dict[str, Any]) -> None:
+        if saved.get("script") != SCRIPT:
+            raise RunError(f"{self.folder} is a run of {saved.get('script')}, not of {SCRIPT}")
+        for name, value in asdict(self.args).items():
+            before = saved["args"][name]
+            if name not in MAY_CHANGE and before != value:
+                raise RunError(f"{self.folder / file} has {name} {before}, and cannot be resumed with {value}")
 
     def start(self, agent: Agent, rng: np.random.Generator) -> None:
         """Opens the run's folder, and takes up where its checkpoint left off."""
         args = self.args
         self.agent = agent
         self.rng = rng
-        has_checkpoint = os.path.exists(self.folder / "checkpoint.pt")
-        if args.warm_start is not None and not has_checkpoint:
-            load_networks(agent, Path(args.warm_start))
-        folders = (self.folder, *self.folder.parents)
-        self.new_folders = [folder for folder in folders if not os.path.exists(folder)]
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            mode = "r+b" if has_checkpoint else "ab"  # a checkpoint's rows must be there
-            self.metrics = open(self.folder / "metrics.jsonl", mode, buffering=0, opener=without_links)
-            self.stack.callback(self.metrics.close)
-            lock(self.metrics)
-        except BlockingIOError:
-            raise RunError(f"{self.folder} is in use by another process") from None
-        except OSError as error:
-            raise RunError(f"{self.folder} cannot be made or opened: {error}") from None
-        self.check_same_run()  # once more, since another process may have been faster
-        if os.path.exists(self.folder / "checkpoint.pt") != has_checkpoint:
-            raise RunError(f"{self.folder} was in use by another process until now: try again")
-        if self.metrics.seek(0, os.SEEK_END) > 0 and not (self.folder / "config.json").exists():
-            raise RunError(f"{self.folder} holds the rows of another run: choose another --run-name")
-        self.owns_folder = len(self.new_folders) > 0
-        rows_size = self.load() if has_checkpoint else 0
+        if args.warm_start is not None and not self.has_checkpoint:
+            load_agent(agent, Path(args.warm_start), nn.Module)
+        self.open_folder()
+        rows_size = self.load() if self.has_checkpoint else 0
         if args.track:
             self.start_wandb()
         self.metrics.truncate(rows_size)  # what came after the checkpoint will come again
         self.metrics.seek(rows_size)
         if args.capture_video:
-            self.record_videos(self.folder / "videos" / str(int(time.time())))
+            self.record_videos(self.folder / "videos")
         if not self.is_over():
             self.save_config("running")
             print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
         self.start_step = self.saved_step = self.global_step
         self.start_time = self.saved_time = time.time()
-        self.bar = tqdm(
+        bar = tqdm(
             total=args.total_timesteps,
             initial=self.global_step,
             bar_format="{n_fmt}/{total_fmt}{postfix} {rate_noinv_fmt} {remaining}",
@@ -1006,35 +929,26 @@ class Run:
             smoothing=0,
             disable=not sys.stderr.isatty(),
         )
-        self.stack.callback(self.bar.close)
+        self.bar = self.stack.enter_context(bar)
 
-    def record_videos(self, folder: Path, episode_trigger: Callable[[int], bool] | None = None) -> None:
-        self.eval_env = gym.wrappers.RecordVideo(self.eval_env, str(folder), episode_trigger, disable_logger=True)
-        self.stack.callback(self.eval_env.close)
-
-    def check_same_run(self) -> None:
-        """A run belongs to its script and its arguments."""
-        if not os.path.exists(self.folder / "checkpoint.pt") and not os.path.exists(self.folder / "config.json"):
-            return
-        if not self.args.resume:
-            raise RunError(f"{self.folder} exists: continue it with --resume, or choose another --run-name")
-        config = read_config(self.folder)
-        self.check_same_settings("config.json", config["script"], config["args"])
-        self.was_finished = config.get("status") == "finished"
-        if self.was_finished and not os.path.exists(self.folder / "checkpoint.pt"):
-            raise RunError(f"{self.folder} is finished, and has no checkpoint to go on from")
-        self.wandb_id = config["wandb_id"]
-
-    def check_same_settings(self, file: str, script: str, saved: dict[str, Any]) -> None:
-        if script != SCRIPT:
-            raise RunError(f"{self.folder} is a run of {script}, not of {SCRIPT}")
-        for name, value in asdict(self.args).items():
-            if name not in MAY_CHANGE and saved[name] != value:
-                raise RunError(f"{self.folder / file} has {name} {saved[name]}, and cannot be resumed with {value}")
+    def open_folder(self) -> None:
+        """Makes the run's folder if it is not there, and keeps other processes from it."""
+        folders = (self.folder, *self.folder.parents)
+        self.new_folders = [folder for folder in folders if not os.path.exists(folder)]
+        path = self.folder / "metrics.jsonl"
+        with refusing(f"{self.folder} cannot be made, or is in use by another process"):
+            if path.is_symlink():
+                raise ValueError("its metrics.jsonl is a link")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            mode = "r+b" if self.has_checkpoint else "ab"  # a checkpoint's rows must be there
+            self.metrics = self.stack.enter_context(open(path, mode, buffering=0))
+            lock(self.metrics)
+        self.check_same_run()  # once more, since another process may have been faster
+        self.owns_folder = self.is_new and self.folder in self.new_folders
 
     def start_wandb(self) -> None:
         self.wandb_videos = set(self.folder.glob("videos/*/*.mp4"))
-        try:
+        with refusing("--track does not work (WANDB_MODE=offline needs no account)"):
             import wandb
 
             self.wandb = wandb.init(
@@ -1045,10 +959,13 @@ class Run:
                 resume="allow",
                 dir=self.folder,
                 config=asdict(self.args),
-                save_code=True,
             )
-        except Exception as error:
-            raise RunError(f"--track: {error} (WANDB_MODE=offline needs no account)") from None
+
+    def record_videos(self, folder: Path) -> None:
+        """All evaluation episodes of --evaluate, and while training the first and ever fewer."""
+        trigger = every_episode if self.args.evaluate else None
+        env = gym.wrappers.RecordVideo(self.eval_env, str(folder / str(int(time.time()))), trigger, disable_logger=True)
+        self.eval_env = self.stack.enter_context(env)
 
     def is_solved(self) -> bool:
         if self.solved_at is None or len(self.eval_returns) < 100:
@@ -1084,11 +1001,9 @@ class Run:
         for name, value in row.items():
             require_finite(name, value)
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
-        try:
+        with refusing(f"{self.folder} cannot be written at step {self.global_step}", code=1):
             if self.metrics.write(line) < len(line):
-                raise OSError("the disk is full")
-        except OSError as error:
-            raise RunError(f"{self.folder} cannot be written at step {self.global_step}: {error}", code=1) from None
+                raise OSError("No space left on device")
         if self.wandb is not None:
             self.wandb.log(row | self.new_videos(), step=self.global_step)
 
@@ -1131,16 +1046,14 @@ class Run:
         self.bar.close()
         if self.stop_signal and self.global_step == 0:
             raise RunError("stopped before the first step: nothing is kept", code=128 + self.stop_signal)
-        is_new = not self.was_finished or self.global_step > self.start_step
-        if is_new:
+        if not self.was_finished or self.global_step > self.start_step:
             self.save()
+            self.save_config("finished" if self.is_complete() else "running")
         ended = f"{self.global_step} steps, {self.episode} episodes in {self.folder}"
-        if self.stop_signal and not self.is_complete():
+        if not self.is_complete():
             place = [f"--runs-dir={self.args.runs_dir}", f"--run-name={self.folder.name}"]
-            command = ["python", SCRIPT, "--resume", *place]
-            raise RunError(f"stopped: {ended}; go on with {shlex.join(command)}", code=128 + self.stop_signal)
-        if is_new:
-            self.save_config("finished")
+            command = shlex.join(["python", SCRIPT, "--resume", *place])
+            raise RunError(f"stopped: {ended}; go on with {command}", code=128 + self.stop_signal)
         print(f"finished: {ended}", flush=True)
         return self.folder
 
@@ -1166,34 +1079,25 @@ class Run:
 
     def load(self) -> int:
         """Takes up the checkpoint, and returns the size of its rows in bytes."""
-        state = load_checkpoint(self.folder)
-        try:
-            self.check_same_settings("checkpoint.pt", state["script"], state["args"])
-            for name, part in vars(self.agent).items():
-                if isinstance(part, torch.optim.Optimizer):
-                    load_optimizer(part, state["agent"][name])
-                else:
-                    part.load_state_dict(state["agent"][name])
+        state = load_agent(self.agent, self.folder)
+        with refusing(f"{self.folder / 'checkpoint.pt'} does not fit"):
+            self.check_same_settings("checkpoint.pt", state)
             for name in ("global_step", "episode", "metrics_size"):
                 if not is_of_type(state[name], int) or not 0 <= state[name] <= 10**12:
                     raise ValueError(f"{name} is {state[name]}")
-            self.global_step = self.start_step = state["global_step"]
+            self.global_step = state["global_step"]
+            self.start_step = self.global_step
             self.episode = state["episode"]
             self.eval_returns = [float(value) for value in state["eval_returns"]]
             require_finite("an evaluation return", self.eval_returns)
             self.rng.bit_generator.state = state["numpy_rng"]
             torch.set_rng_state(state["torch_rng"])
             torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
-        except RunError:
-            raise
-        except Exception as error:
-            raise RunError(f"{self.folder / 'checkpoint.pt'} does not fit: {error}") from None
-        if os.fstat(self.metrics.fileno()).st_size < state["metrics_size"]:
-            raise RunError(f"{self.folder / 'metrics.jsonl'} is shorter than it was at the checkpoint")
-        self.metrics.seek(max(state["metrics_size"] - 1, 0))
-        if state["metrics_size"] > 0 and self.metrics.read(1) != b"\n":
+        size = state["metrics_size"]
+        rows = (self.folder / "metrics.jsonl").read_bytes()[:size]
+        if len(rows) < size or rows[-1:] not in (b"", b"\n"):
             raise RunError(f"{self.folder / 'metrics.jsonl'} is not what it was at the checkpoint")
-        return state["metrics_size"]
+        return size
 
     def save_config(self, status: str) -> None:
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
@@ -1211,23 +1115,19 @@ class Run:
 
 
 # ---------------------------------------------------------------------------- the command line
-def every_episode(_: int) -> bool:
-    return True
-
-
 def evaluate_checkpoint(args: Args) -> None:
     """Prints the returns of the agent in a checkpoint."""
     folder = Path(args.evaluate)
     with Run(args) as run:
         agent = Agent(run.env.observation_space, run.env.action_space, args)
-        load_networks(agent, folder)
+        load_agent(agent, folder, nn.Module)
         if args.capture_video:
-            run.record_videos(folder / "videos" / f"evaluate-{int(time.time())}", every_episode)
+            run.record_videos(folder / "videos")
         returns = []
-        while len(returns) < args.eval_episodes and not run.stop_signal:
-            returns.append(run.evaluation_row(agent, len(returns))["charts/eval_return"])
-        if not returns:
-            raise RunError("stopped before the first episode", code=128 + run.stop_signal)
+        for number in range(args.eval_episodes):
+            returns.append(run.evaluation_row(agent, number)["charts/eval_return"])
+            if run.stop_signal:
+                break
     print(f"mean {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}, returns {returns}")
 
 

@@ -516,9 +516,17 @@ MADE_BY_HAND = [
     ),
     one_change("another slope", "both", "weight - total_square / total", "weight - total / n"),
     one_change("the sign of the goal", "both", "(goal - total / deviation)", "(goal + total / deviation)"),
-    one_change("BIV without xi", "both", "mask / np.maximum(variance + xi, TINY)", "mask / np.maximum(variance, TINY)"),
     one_change(
-        "BIV of masked samples", "both", "mask / np.maximum(variance + xi, TINY)", "1 / np.maximum(variance + xi, TINY)"
+        "BIV without xi",
+        "both",
+        "mask / np.maximum(variance + xi, TINY)\n    return",
+        "mask / np.maximum(variance, TINY)\n    return",
+    ),
+    one_change(
+        "BIV of masked samples",
+        "both",
+        "mask / np.maximum(variance + xi, TINY)\n    return",
+        "1 / np.maximum(variance + xi, TINY)\n    return",
     ),
     one_change(
         "BIV without normalisation",
@@ -697,15 +705,15 @@ MADE_BY_HAND = [
     one_change(
         "optimisers are not restored",
         "machinery",
-        'load_optimizer(part, state["agent"][name])',
-        "pass",
+        "if isinstance(part, kind):",
+        "if isinstance(part, kind) and not isinstance(part, torch.optim.Optimizer):",
     ),
     one_change("rows after the checkpoint stay", "machinery", "self.metrics.truncate(rows_size)", "pass"),
-    one_change("a run of another script is resumed", "machinery", "if script != SCRIPT:", "if False:"),
+    one_change("a run of another script is resumed", "machinery", 'if saved.get("script") != SCRIPT:', "if False:"),
     one_change(
         "a run of other arguments is resumed",
         "machinery",
-        "if name not in MAY_CHANGE and saved[name] != value:",
+        "if name not in MAY_CHANGE and before != value:",
         "if False:",
     ),
     one_change("a run is overwritten", "machinery", "if not self.args.resume:", "if False:"),
@@ -732,7 +740,9 @@ MADE_BY_HAND = [
     one_change(
         "the steps between checkpoints start at 0", "machinery", "        self.saved_step = self.global_step\n", ""
     ),
-    one_change("nothing is refused as not finite", "machinery", "    if not is_finite:", "    if False:"),
+    one_change(
+        "nothing is refused as not finite", "machinery", "if not np.isfinite(np.asarray(value)).all():", "if False:"
+    ),
     one_change("no range of an argument", "machinery", "if not low <= value <= high:", "if False:"),
 ]
 

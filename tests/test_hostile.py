@@ -803,7 +803,7 @@ def numeric_fields(name: str) -> list[str]:
 NUMERIC = [(name, field) for name in SCRIPTS for field in numeric_fields(name)]
 HOSTILE_NUMBERS = (math.inf, -math.inf, math.nan, -1, 10**15, 1e308, 2**64)
 # All others make no sense, or cannot be meant.
-SENSIBLE = {("solved_at", -1), ("seed", 10**15), ("env_seed", 10**15), ("xi", 10**15), ("xi", 2**64)}
+SENSIBLE = {("solved_at", -1)}
 
 
 @pytest.mark.parametrize(("name", "field"), NUMERIC)
@@ -1383,7 +1383,7 @@ def test_a_run_stopped_before_its_first_step_leaves_nothing_to_go_on_from(
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
-@pytest.mark.parametrize(("resume", "said"), [(False, "exists"), (True, "in use")])
+@pytest.mark.parametrize(("resume", "said"), [(False, "exists"), (True, "metrics.jsonl is not what it was")])
 def test_a_run_that_another_process_made_meanwhile_is_left_alone(
     name: str,
     resume: bool,
@@ -1427,19 +1427,19 @@ def test_an_edited_config_is_not_believed(name: str, edit: str, stopped: Callabl
 @pytest.mark.parametrize("field", ["run_name", "runs_dir", "env_id", "eval_env_id", "evaluate", "warm_start"])
 def test_an_empty_text_is_refused(field: str, tmp_path: Path):
     flag = "--" + field.replace("_", "-")
-    assert_refused("dqn", settings_of("dqn", **{field: ""}), tmp_path, f"{flag} must not be empty")
+    assert_refused("dqn", settings_of("dqn", **{field: ""}), tmp_path, f"{flag} must be printable and not empty")
 
 
 def test_the_second_signal_of_one_kind_quits():
     module = script("dqn")
     for first, second in ((signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)):
-        run = module.Run(module.Args(**settings_of("dqn")))
-        run.on_signal(first, None)
-        run.on_signal(second, None)  # a launcher adds the one to the other
-        assert run.stop_signal == first
-        for again in (first, second):
-            with pytest.raises(KeyboardInterrupt):
-                run.on_signal(again, None)
+        with module.Run(module.Args(**settings_of("dqn", run_name="new"))) as run:
+            signal.raise_signal(first)
+            signal.raise_signal(second)  # a launcher adds the one to the other
+            assert run.stop_signal == first
+            for again in (first, second):
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(again)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)

@@ -24,7 +24,6 @@ def state_of_the_process() -> dict[str, Any]:
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
         "threads": torch.get_num_threads(),
         "precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.get_deterministic_debug_mode(),
         "random": torch.get_rng_state().tolist(),
     }
 
@@ -41,14 +40,12 @@ def odd_process():
         signal.signal(number, another_handler)
     torch.set_num_threads(2)
     torch.set_float32_matmul_precision("high")
-    torch.set_deterministic_debug_mode("warn")
     torch.manual_seed(1234)
     yield
     for number, handler in zip((signal.SIGINT, signal.SIGTERM), before["handlers"], strict=True):
         signal.signal(number, handler)
     torch.set_num_threads(before["threads"])
     torch.set_float32_matmul_precision(before["precision"])
-    torch.set_deterministic_debug_mode(before["deterministic"])
 
 
 @pytest.mark.parametrize("name", SETTINGS)

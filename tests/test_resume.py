@@ -278,7 +278,7 @@ def test_metrics_shorter_than_the_checkpoint_says_are_refused(finished: Path, tm
     metrics.write_bytes(metrics.read_bytes()[:-1])
     before = contents(finished)
     result = call_script("ivdqn", "--resume", "--run-name", "done", "--total-timesteps", "400", cwd=tmp_path)
-    assert "metrics.jsonl is shorter than it was at the checkpoint" in refusal(result, "ivdqn")
+    assert "metrics.jsonl is not what it was at the checkpoint" in refusal(result, "ivdqn")
     assert contents(finished) == before
 
 
@@ -545,7 +545,7 @@ def edited_copy(folder: Path) -> Path:
     assert len(added) > len(source)
     assert removed.count("self.args.wandb_entity") == 0
     copy = folder / "my_fork.py"
-    copy.write_text(removed.replace('"n_step": ', '"my_argument": (0, 9),\n    "n_step": '))
+    copy.write_text(removed)
     return copy
 
 

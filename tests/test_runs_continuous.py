@@ -31,16 +31,16 @@ WRONG = [
     (["--env-id", "CarRacing-v3"], "27648 numbers"),  # pictures
     (["--env-id", "OddUnbounded-v0"], "bounded"),
     (["--total-timesteps", "0"], "--total-timesteps must be between 1 and 1e+12, not 0"),
-    (["--policy-lr", "-1"], "--policy-lr must be between 1e-12 and 1000, not -1.0"),
-    (["--q-lr", "0"], "--q-lr must be between 1e-12 and 1000, not 0.0"),
-    (["--alpha-lr", "nan"], "--alpha-lr must be between 1e-12 and 1000, not nan"),
+    (["--policy-lr", "-1"], "--policy-lr must be between 0 and 1e+12, not -1.0"),
+    (["--q-lr", "inf"], "--q-lr must be between 0 and 1e+12, not inf"),
+    (["--alpha-lr", "nan"], "--alpha-lr must be between 0 and 1e+12, not nan"),
     (["--alpha", "0"], "--alpha must be between 1e-12 and 1e+12, not 0.0"),
-    (["--rollout-length", "0"], "--rollout-length must be between 1 and 1e+09, not 0"),
-    (["--updates-per-step", "-1"], "--updates-per-step must be between 0 and 1e+06, not -1.0"),
+    (["--rollout-length", "0"], "--rollout-length must be between 1 and 1e+12, not 0"),
+    (["--updates-per-step", "-1"], "--updates-per-step must be between 0 and 1e+12, not -1.0"),
     (["--resume"], "--resume needs the --run-name of the run"),
 ]
 WRONG_ENSEMBLE = [
-    (["--num-nets", "0"], "--num-nets must be between 1 and 1000, not 0"),
+    (["--num-nets", "0"], "--num-nets must be between 1 and 1e+12, not 0"),
     (["--mask-prob", "1.5"], "--mask-prob must be between 0.001 and 1, not 1.5"),
     (["--ucb", "-1"], "--ucb must be between 0 and 1e+12, not -1.0"),
 ]
