@@ -401,6 +401,8 @@ RANGES = {
     **dict.fromkeys(("seed", "env_seed", "learning_starts", "eval_every"), (0, 10**12)),
     **dict.fromkeys(("alpha", "max_grad_norm"), (1e-12, 1e12)),
     "mask_prob": (1e-3, 1),
+    "num_nets": (1, 1000),
+    "batch_size": (1, 10**6),
     "solved_at": (-1e12, 1e12),
     "num_threads": (1, 1024),
 }
@@ -640,11 +642,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(path.name + ".tmp")
     with refusing(f"{path} cannot be written", code=1):
         temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:  # a new file, never through somebody's link
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "xb") as file:  # a new file, never through somebody's link
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)  # of a disk that is full
 
 
 def lock(file: BinaryIO) -> None:
@@ -825,6 +830,7 @@ class Run:
                 resume="allow",
                 dir=self.folder,
                 config=asdict(self.args),
+                save_code=True,
             )
 
     def record_videos(self, folder: Path) -> None:
