@@ -80,8 +80,7 @@ def main(folders: list[Path], out: Path = ROOT, num_batches: int = 1000) -> None
         args = ivdqn.Args(**ivdqn.read_config(folder)["args"])
         env = ivdqn.make_env(args.env_id, args)
         agent = ivdqn.Agent(env.observation_space, env.action_space, args)
-        ivdqn.load_networks(agent, folder)
-        agent.buffer.load_state_dict(ivdqn.load_checkpoint(folder)["agent"]["buffer"])
+        ivdqn.load_agent(agent, folder)
         agent.buffer.arrays["steps_to_end"] = steps_to_end(agent.buffer)
         rewards = agent.buffer.arrays["reward"][agent.buffer.arrays["terminated"] > 0]  # LunarLander's: -100 or 100
         ends = {"crashes": int((rewards < 0).sum()), "landings": int((rewards > 0).sum())}

@@ -28,7 +28,7 @@ NOISES = [f"CartpoleNoise{scale}-v0" for scale in ("0.1", "0.3", "1", "3", "10")
 # Suite -> folder of its archives below results/.
 ARCHIVES = {"table1": "table1", "search": "search", "ablations-dqn": "ablations", "table2-100k": "table2-100k"}
 # What the authors published, in the paper's convention, but where the search found better: LunarLander's
-# variance of terminal targets, MountainCar's masks of SunriseDQN and IV-DQN, Cartpole-Noise's tau.
+# variance of terminal targets, MountainCar's masks of SunriseDQN and IV-DQN, Cartpole-Noise's gamma.
 PUBLISHED = {
     "LunarLander-v3__DQN": "batch_size 128 learning_rate 5e-4 gamma .99 tau .005 epsilon_decay .99",
     "LunarLander-v3__BootstrapDQN": "batch_size 64 learning_rate 5e-4 tau .005 mask_prob .9 prior_scale 10",
@@ -41,7 +41,8 @@ PUBLISHED = {
     "MountainCar-v0__BootstrapDQN": "batch_size 256 learning_rate 1e-3 tau .05 mask_prob .5 prior_scale 10",
     "MountainCar-v0__SunriseDQN": "batch_size 256 tau .05 mask_prob .9 prior_scale 10 sunrise_temperature 50",
     "MountainCar-v0__IV-DQN": "batch_size 256 tau .05 mask_prob .9 prior_scale 10 loss_attenuation_weight .5 xi 1000",
-    "CartpoleNoise1-v0__BootstrapDQN": "batch_size 128 learning_rate 1e-3 tau .05 mask_prob .5 start_epsilon .05",
+    "CartpoleNoise1-v0__BootstrapDQN": "batch_size 128 learning_rate 1e-3 mask_prob .5 start_epsilon .05 "
+    "n_step 4 train_frequency 2 target_network_frequency 50 tau 1 max_grad_norm 5 hidden_size 50 learning_starts 64",
     "CartpoleNoise1-v0__IV-DQN": "batch_size 128 mask_prob .5 loss_attenuation_weight 5 mebs_ratio .99 end_epsilon .05",
     "MBBL-HalfCheetah-v0__EnsembleSAC": "batch_size 1024 mask_prob .9 ucb 0",
     "MBBL-HalfCheetah-v0__IV-SAC": "batch_size 1024 mask_prob 1 ucb 0 loss_attenuation_weight 1 mebs_ratio .99",

@@ -169,7 +169,7 @@ WRONG = [
     (["--learning-rate", "nan"], "--learning-rate must be between 0 and 1e+12, not nan"),
     (["--tau", "1.5"], "--tau must be between 0 and 1, not 1.5"),
     (["--gamma", "2"], "--gamma must be between 0 and 1, not 2.0"),
-    (["--batch-size", "0"], "--batch-size must be between 1 and 1e+12, not 0"),
+    (["--batch-size", "0"], "--batch-size must be between 1 and 1e+06, not 0"),
     (["--n-step", "0"], "--n-step must be between 1 and 1e+12, not 0"),
     (["--resume"], "--resume needs the --run-name of the run"),
     (["--evaluate", "runs/none"], "runs/none holds no run"),
@@ -180,7 +180,7 @@ WRONG = [
     (["--env-id", "FrozenLake-v1", "--env-kwargs", "map_name=none"], "FrozenLake-v1 cannot be made"),
 ]
 WRONG_ENSEMBLE = [
-    (["--num-nets", "0"], "--num-nets must be between 1 and 1e+12, not 0"),
+    (["--num-nets", "0"], "--num-nets must be between 1 and 1000, not 0"),
     (["--mask-prob", "0"], "--mask-prob must be between 0.001 and 1, not 0.0"),
     (["--prior-scale", "-1"], "--prior-scale must be between 0 and 1e+12, not -1.0"),
 ]

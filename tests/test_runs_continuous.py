@@ -40,7 +40,7 @@ WRONG = [
     (["--resume"], "--resume needs the --run-name of the run"),
 ]
 WRONG_ENSEMBLE = [
-    (["--num-nets", "0"], "--num-nets must be between 1 and 1e+12, not 0"),
+    (["--num-nets", "0"], "--num-nets must be between 1 and 1000, not 0"),
     (["--mask-prob", "1.5"], "--mask-prob must be between 0.001 and 1, not 1.5"),
     (["--ucb", "-1"], "--ucb must be between 0 and 1e+12, not -1.0"),
 ]

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, read_checkpoint
 
 import ivdqn
 
@@ -253,6 +253,6 @@ def test_rows_and_figures_of_a_short_run(tmp_path: Path):
     rows = [json.loads(line) for line in (tmp_path / "results/weights/weights.jsonl").read_text().splitlines()]
     assert [row["reading"] for row in rows] == list(study.READINGS)
     assert rows[0].keys() == ROWS[0].keys()
-    terminated = ivdqn.load_checkpoint(run)["agent"]["buffer"]["arrays"]["terminated"]
+    terminated = read_checkpoint(run)["agent"]["buffer"]["arrays"]["terminated"]
     assert rows[0]["crashes"] + rows[0]["landings"] == terminated.sum()
     assert len(list(tmp_path.glob("docs/figures/weights-*.png"))) == 2
