@@ -245,7 +245,7 @@ class IVSAC:
             next_observation=np.zeros(num_inputs, np.float32),
             reward=np.float32(0),
             terminated=np.float32(0),
-            mask=np.zeros(args.num_nets, bool),  # M: which members learn from it
+            mask=np.zeros(args.num_nets, np.float32),  # M: 1 for the members that learn from it
         )
 
     @torch.no_grad()
@@ -309,8 +309,9 @@ def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tens
 
     Alg. 2 estimates xi before it masks the minibatch (lines 23-24); we mask first, as Alg. 3 does (lines 21-24).
     """
-    variance_array = variance.double().cpu().numpy()  # in double precision: EBS is to reach MEBS exactly
-    mask_array = mask.cpu().numpy()
+    # In double precision: EBS is to reach MEBS exactly.
+    variance_array = variance.double().cpu().numpy()
+    mask_array = mask.double().cpu().numpy()
     if args.xi is None:
         xi = smallest_xi(variance_array, mask_array, args.mebs_ratio)
     else:

@@ -218,7 +218,7 @@ class SunriseSAC:
             next_observation=np.zeros(num_inputs, np.float32),
             reward=np.float32(0),
             terminated=np.float32(0),
-            mask=np.zeros(args.num_nets, bool),  # M: which members learn from it
+            mask=np.zeros(args.num_nets, np.float32),  # M: 1 for the members that learn from it
         )
 
     @torch.no_grad()

@@ -206,7 +206,7 @@ class SunriseDQN:
             reward=np.float32(0),  # r, or the n-step return
             discount=np.float32(0),  # gamma, or gamma^n
             terminated=np.float32(0),
-            mask=np.zeros(args.num_nets, bool),  # M: which members learn from it
+            mask=np.zeros(args.num_nets, np.float32),  # M: 1 for the members that learn from it
         )
 
     def evaluation_action(self, observation: np.ndarray, rng: np.random.Generator) -> int:

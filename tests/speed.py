@@ -550,6 +550,8 @@ import torch
 
 torch.set_num_threads(int(threads))
 update = speed.make_update(name, env_id, int(batch_size))[0]
+precision = getattr(speed.importlib.import_module(name).Args(), "matmul_precision", "highest")
+torch.set_float32_matmul_precision(precision)  # as the script itself does
 for line in sys.stdin:
     start = time.perf_counter()
     for _ in range(int(line)):
@@ -595,7 +597,7 @@ def loop_time(folder: Path, name: str, threads: int) -> float:
 
 
 def print_comparison(folder: Path, threads: int, repetitions: int) -> None:
-    """Our updates, and the DQN family's whole steps, beside those of another checkout."""
+    """Our updates and the whole steps of the DQN family, beside those of another checkout, each in its precision."""
     rows = []
     for name, env_id, batch_size in CELLS:
         calls = calls_of(name, batch_size)

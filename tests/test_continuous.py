@@ -213,7 +213,7 @@ def test_the_buffer_holds_these_fields(module: ModuleType):
         "terminated": ((7,), np.float32),
     }
     if module is not sac:
-        fields["mask"] = ((7, 5), np.bool_)
+        fields["mask"] = ((7, 5), np.float32)
     assert {name: (array.shape, array.dtype.type) for name, array in agent.buffer.arrays.items()} == fields
 
 
@@ -931,7 +931,7 @@ def test_transitions_are_stored_as_they_were_and_truncation_is_not_termination(m
 def test_members_draw_their_masks_independently_with_mask_prob(module: ModuleType, tmp_path: Path):
     run = {"total_timesteps": 600, "learning_starts": 600, "rollout_length": 10**6}
     mask = recorded_train(module, tmp_path / "some", mask_prob=0.3, **run).agent.buffer.arrays["mask"][:600]
-    together = (mask[:, :, None] & mask[:, None, :]).mean(0)  # (N, N)
+    together = (mask[:, :, None] * mask[:, None, :]).mean(0)  # (N, N)
     assert np.diag(together).tolist() == pytest.approx([0.3] * 5, abs=0.08)  # four standard deviations
     assert together[~np.eye(5, dtype=bool)].tolist() == pytest.approx([0.09] * 20, abs=0.05)
     mask = recorded_train(module, tmp_path / "all", mask_prob=1.0, **run).agent.buffer.arrays["mask"]
