@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 @dataclass
 class BootstrapDQNArgs:
-    """The algorithm; where the paper has a symbol, the comment begins with it."""
+    """The algorithm. A comment begins with the paper's symbol, where that is not the name itself."""
 
     env_id: str = "LunarLander-v3"  # gymnasium id of the environment: discrete actions
     total_timesteps: int = 500_000  # environment steps after which the run ends
@@ -53,10 +53,10 @@ class BootstrapDQNArgs:
     eval_every: int = 1  # training episodes between two evaluation episodes (0: never)
     num_nets: int = 5  # N: members of the ensemble (1: without mask and prior)
     hidden_size: int = 64  # width of the two hidden layers
-    buffer_size: int = 100_000  # capacity of the replay buffer B
+    buffer_size: int = 100_000  # B: capacity of the replay buffer
     learning_starts: int = 1000  # environment steps before the first update
     train_frequency: int = 1  # environment steps between two updates
-    batch_size: int = 64  # effective minibatch size (App. B): K = batch_size / p_m samples are drawn, and masked
+    batch_size: int = 64  # samples that survive a member's mask, on average: K = batch_size / p_m are drawn
     learning_rate: float = 5e-4  # learning rate of Adam
     max_grad_norm: float | None = None  # clip each member's gradient to this norm
     gamma: float = 0.99  # discount rate
@@ -71,7 +71,7 @@ class BootstrapDQNArgs:
     prior_scale: float = 10.0  # delta_RPF: scale of the randomized prior functions
     cuda: bool = False  # use a GPU if there is one (networks this small run faster on the CPU)
     num_threads: int = 1  # CPU threads of torch
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matrix products (docs/speed.md)
 
     def __post_init__(self) -> None:
         if self.num_nets == 1:  # App. A.3: masks and priors do not make sense for a single network
@@ -84,10 +84,7 @@ AlgorithmArgs = BootstrapDQNArgs  # for the machinery below, which adds the run'
 
 # ---------------------------------------------------------------------------- networks
 class EnsembleLinear(nn.Module):
-    """N independent linear layers, each initialised as nn.Linear: (N, inputs, K) -> (N, outputs, K).
-
-    Features come before samples: on networks this small that is faster, by 5% of an update.
-    """
+    """N independent linear layers, each initialised as nn.Linear: (N, K, inputs) -> (N, K, outputs)."""
 
     def __init__(self, num_nets: int, num_inputs: int, num_outputs: int):
         super().__init__()
@@ -96,16 +93,16 @@ class EnsembleLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_nets, num_outputs, 1).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias, self.weight, x)
+        return torch.baddbmm(self.bias, self.weight, x.mT).mT  # the samples are columns: W x + b
 
 
 def ensemble_mlp(num_nets: int, num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
-    """N independent networks with two hidden ReLU layers: (N, inputs, K) -> (N, outputs, K)."""
+    """N independent networks with two hidden ReLU layers: (N, K, inputs) -> (N, K, outputs)."""
     return nn.Sequential(
         EnsembleLinear(num_nets, num_inputs, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         EnsembleLinear(num_nets, hidden_size, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         EnsembleLinear(num_nets, hidden_size, num_outputs),
     )
 
@@ -122,10 +119,10 @@ class EnsembleQNetwork(nn.Module):
 
     def forward(self, observation: Tensor) -> Tensor:
         """Q for each action: (K, inputs) -> (N, K, A)."""
-        x = observation.T.expand(self.num_nets, -1, -1)  # (N, inputs, K)
-        mean = self.net(x).mT
+        x = observation.expand(self.num_nets, -1, -1)  # (N, K, inputs)
+        mean = self.net(x)
         if self.prior_scale > 0:
-            mean = mean + self.prior_scale * self.prior(x).mT
+            mean = mean + self.prior_scale * self.prior(x)
         return mean
 
 
@@ -133,7 +130,7 @@ class EnsembleQNetwork(nn.Module):
 class ReplayBuffer:
     """A ring of transitions, with one array for each field, sampled uniformly with replacement."""
 
-    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray):
+    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray | np.generic):
         """The example is a transition whose values do not matter, only their names, shapes and types."""
         self.arrays = {name: np.zeros((capacity, *value.shape), value.dtype) for name, value in example.items()}
         self.capacity = capacity
@@ -161,15 +158,17 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size = state["size"]
         self.position = state["position"]
-        assert 0 <= self.position < self.capacity
+        if not 0 <= self.position < self.capacity:
+            raise ValueError(f"position is {self.position}")
         for name, array in self.arrays.items():
             saved = state["arrays"][name].numpy()
-            assert saved.shape == array[: self.size].shape
+            if saved.shape != array[: self.size].shape:
+                raise ValueError(f"{name} is {saved.shape}")
             array[: self.size] = saved
 
 
 def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
-    """Takes out each step that has its n rewards, with their return; at an episode's end all that are left, with fewer.
+    """Takes out each step whose n rewards are known, with their discounted sum; at an episode's end, all the others.
 
     The caller adds the state that follows the last of these rewards, where the target bootstraps.
     """
@@ -180,13 +179,13 @@ def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[
             "observation": observation,
             "action": action,
             "reward": sum(args.gamma**i * reward for i, reward in enumerate(rewards)),
-            "discount": args.gamma ** len(rewards),  # of the prediction that follows
+            "discount": args.gamma ** len(rewards),  # gamma^n: factor of the prediction that follows
         }
 
 
 # ---------------------------------------------------------------------------- the agent
 class BootstrapDQN:
-    """What learns and is saved: networks, optimiser, replay buffer."""
+    """What learns: networks, optimiser, replay buffer. Every attribute is saved, by its state_dict."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete, args: Args):
         num_inputs = observation_space.shape[0]
@@ -222,7 +221,7 @@ def uniform_weights(mask: Tensor) -> Tensor:
 
 
 def at_action(values: Tensor, action: Tensor) -> Tensor:
-    """The value of each sample's action: (..., K, A) at (..., K) -> (..., K)."""
+    """The value of each sample's action, which may differ between members: (..., K, A) -> (..., K)."""
     index = action.expand(values.shape[:-1]).unsqueeze(-1)
     return values.gather(-1, index).squeeze(-1)
 
@@ -231,7 +230,7 @@ def bootstrap_dqn_loss(
     network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The squared error, summed over the members, which share no parameters (Alg. 1, lines 11-18; Eq. 5)."""
-    mask = batch.mask.T.contiguous()  # (N, K), stored as (K, N)
+    mask = batch.mask.T  # (N, K), stored as (K, N)
     # Line 13: each member's prediction at (s, a).
     all_means = network(batch.observation)  # (N, K, A)
     mean = at_action(all_means, batch.action)  # (N, K)
@@ -293,7 +292,9 @@ def majority_vote(actions: np.ndarray, rng: np.random.Generator) -> int:
 def require_discrete_actions(env: gym.Env) -> gym.Env:
     """Refuses an environment whose actions this family cannot take."""
     if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
-        raise RunError(f"{env.spec.id} has actions {env.action_space}, not Discrete(n): try sac.py and its like")
+        raise RunError(
+            f"{env.spec.id} has actions {env.action_space}, not Discrete(n); for a Box, try sac.py and its like"
+        )
     return env
 
 
@@ -318,9 +319,11 @@ def train(args: Args) -> Path:
     """Algorithm 1, line by line; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = Agent(env.observation_space, env.action_space, args)
+        agent = BootstrapDQN(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
-        run.solved_at = run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at
+        run.solved_at = args.solved_at
+        if run.solved_at is None:
+            run.solved_at = run.eval_env.spec.reward_threshold
         run.start(agent, rng)
         parameters = list(agent.network.net.parameters())  # priors stay as they are
         target_parameters = list(agent.target_network.net.parameters())
@@ -358,9 +361,11 @@ def train(args: Args) -> Path:
                 learning = run.global_step > args.learning_starts and agent.buffer.size > 0
                 if learning and run.global_step % args.train_frequency == 0:
                     batch = agent.buffer.sample(sample_size, rng)  # line 10
-                    loss, tensors = bootstrap_dqn_loss(agent.network, agent.target_network, batch, args)  # lines 11-18
+                    loss, tensors = bootstrap_dqn_loss(
+                        agent.network, agent.target_network, batch, args
+                    )  # lines 11-17, and the loss of 18
                     require_finite("the loss", loss.item())
-                    agent.optimizer.zero_grad()
+                    agent.optimizer.zero_grad()  # line 18: a gradient step for all members
                     loss.backward()
                     if args.max_grad_norm is not None:
                         clip_each_member(parameters, args.max_grad_norm)
@@ -395,7 +400,8 @@ MAY_CHANGE = {
     *("exp_name", "run_name", "runs_dir", "checkpoint_every", "checkpoint_minutes", "resume"),
     *("evaluate", "eval_episodes", "capture_video", "track", "wandb_project_name", "wandb_entity"),
 }
-# The smallest and the largest value of the arguments that are not like most: whole numbers from 1, others from 0.
+# The smallest and the largest value of arguments, some of them of other scripts. Those that are not listed begin at 1,
+# if they are whole numbers, or else at 0, and end at 1e12.
 RANGES = {
     **dict.fromkeys(("gamma", "tau", "start_epsilon", "end_epsilon", "epsilon_decay", "mebs_ratio"), (0, 1)),
     **dict.fromkeys(("seed", "env_seed", "learning_starts", "eval_every"), (0, 10**12)),
@@ -475,7 +481,7 @@ def is_of_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(is_of_type(item, get_args(kind)[0]) for item in value)
     if float in (kind, *get_args(kind)):
         kind = kind | int
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -525,9 +531,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A run's config.json; arguments that it does not know have their defaults."""
     with refusing(f"{folder} holds no run"):
         config = json.loads((folder / "config.json").read_text())
-        known = asdict(Args())
-        args = known | {name: value for name, value in config["args"].items() if name in known}
-        return config | {"args": args | {"env_kwargs": tuple(args["env_kwargs"])}}  # which JSON has as a list
+        args = asdict(Args())
+        for name, value in config["args"].items():
+            if name in args:
+                args[name] = tuple(value) if isinstance(value, list) else value  # JSON knows no tuples
+        return config | {"args": args}
 
 
 @dataclass
@@ -564,9 +572,11 @@ def parse_command_line() -> Args:
 
 
 # ---------------------------------------------------------------------------- environments
-def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
+def make_env(env_id: str, args: Args, with_video: bool = False) -> gym.Env:
     """The environment, with flat observations, actions of the script's kind, and an error at what is not finite."""
-    kwargs |= read_env_kwargs(args)
+    kwargs = read_env_kwargs(args)
+    if with_video:
+        kwargs["render_mode"] = "rgb_array"
     with refusing(f"the environment {env_id} cannot be made"):
         env = gym.make(env_id, **kwargs)
         num_inputs = gym.spaces.flatdim(env.observation_space)
@@ -581,12 +591,12 @@ def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
         return adapt_actions(env)
 
 
-def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
+def try_out(env_id: str, args: Args, with_video: bool = False) -> None:
     """Refuses an environment that cannot be stepped, and warns of one that an exact --resume cannot be had in."""
     beginnings = []
-    asked = "run with --capture-video" if kwargs else "run"
+    asked = "run with --capture-video" if with_video else "run"
     with refusing(f"the environment {env_id} cannot be {asked}"):
-        env = make_env(env_id, args, **kwargs)
+        env = make_env(env_id, args, with_video)
         for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's are not
             env.action_space.seed(0)
             observations = [env.reset(seed=0)[0]]
@@ -596,7 +606,7 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
                 if terminated or truncated:
                     break
             beginnings.append(np.array(observations))
-        if kwargs:
+        if with_video:
             import moviepy  # noqa: F401
 
             if np.ndim(env.render()) != 3:
@@ -607,13 +617,13 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------- device and files
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any]:
-    """Gives the agent those of its parts that are of a kind as a checkpoint has them; returns the checkpoint."""
+    """Loads the agent's parts of a kind (all, or only networks) from a run's checkpoint, and returns the checkpoint."""
     path = folder / "checkpoint.pt"
     with refusing(f"{path} cannot be loaded"):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file
@@ -629,11 +639,13 @@ def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
-    assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
-    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"]]
+    if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
+        raise ValueError("it has other settings")
+    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"] if p.requires_grad]
     states = saved["state"].values()  # none before the first update
     found = [(state["step"].shape, state["exp_avg"].shape, state["exp_avg_sq"].shape) for state in states]
-    assert found in ([], expected)
+    if found not in ([], expected):
+        raise ValueError("its moments are not those of the networks")
 
 
 @contextmanager
@@ -703,12 +715,11 @@ class Run:
             if not args.evaluate:
                 self.check_same_run()
             eval_env_id = args.eval_env_id or args.env_id
-            video = {"render_mode": "rgb_array"} if args.capture_video else {}
             if eval_env_id != args.env_id:
                 try_out(args.env_id, args)
-            try_out(eval_env_id, args, **video)
+            try_out(eval_env_id, args, args.capture_video)
             self.env = stack.enter_context(make_env(args.env_id, args))
-            self.eval_env = stack.enter_context(make_env(eval_env_id, args, **video))
+            self.eval_env = stack.enter_context(make_env(eval_env_id, args, args.capture_video))
             spaces = (self.env.observation_space.shape, self.env.action_space)
             if (self.eval_env.observation_space.shape, self.eval_env.action_space) != spaces:
                 raise RunError(f"--eval-env-id {eval_env_id} has other spaces than --env-id {args.env_id}")
@@ -735,7 +746,7 @@ class Run:
         # A mistake in the algorithm, found while it runs, keeps its traceback. An exit would look like a good end.
         needs_telling = not has_begun or is_out_of_memory or isinstance(error, SystemExit)
         if isinstance(error, Exception | SystemExit) and needs_telling and not is_told:
-            place = traceback.extract_tb(frames)[-1]
+            place = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename).name == SCRIPT][-1]
             hint = "--buffer-size, --batch-size, --hidden-size, --num-nets: too large? " if is_out_of_memory else ""
             text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
             raise RunError(text, code=1 if has_begun else 2) from error
@@ -768,7 +779,7 @@ class Run:
         if saved.get("script") != SCRIPT:
             raise RunError(f"{self.folder} is a run of {saved.get('script')}, not of {SCRIPT}")
         for name, value in asdict(self.args).items():
-            before = saved["args"][name]
+            before = saved["args"].get(name, getattr(Args(), name))
             if name not in MAY_CHANGE and before != value:
                 raise RunError(f"{self.folder / file} has {name} {before}, and cannot be resumed with {value}")
 
@@ -790,7 +801,7 @@ class Run:
         if not self.is_over():
             self.save_config("running")
             print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
-        self.start_step = self.saved_step = self.global_step
+        self.saved_step = self.global_step
         self.start_time = self.saved_time = time.time()
         bar = tqdm(
             total=args.total_timesteps,
@@ -858,6 +869,7 @@ class Run:
 
     def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
+        # The 1 makes other seeds than those of the training episodes.
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
         self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
@@ -901,7 +913,7 @@ class Run:
             self.bar.total = min(self.args.total_timesteps, expected_steps)
 
     def show_progress(self, steps_to_learn: float = 0) -> None:
-        """Moves the bar to the last step that has been learned from."""
+        """Moves the bar to the last step that has been learned from: of a rollout, SAC learns when it is complete."""
         self.bar.update(self.global_step - int(steps_to_learn) - self.bar.n)
         if self.notice:
             tqdm.write(self.notice, file=sys.stderr)

@@ -45,7 +45,10 @@ from tqdm import tqdm
 
 @dataclass
 class IVDQNArgs:
-    """The algorithm; where the paper has a symbol, the comment begins with it."""
+    """The algorithm. A comment begins with the paper's symbol, where that is not the name itself.
+
+    The defaults are Table 1's on LunarLander, where the authors' IV-DQN had neither mask nor prior.
+    """
 
     env_id: str = "LunarLander-v3"  # gymnasium id of the environment: discrete actions
     total_timesteps: int = 500_000  # environment steps after which the run ends
@@ -54,10 +57,10 @@ class IVDQNArgs:
     eval_every: int = 1  # training episodes between two evaluation episodes (0: never)
     num_nets: int = 5  # N: members of the ensemble (1: without mask and prior)
     hidden_size: int = 64  # width of the two hidden layers
-    buffer_size: int = 100_000  # capacity of the replay buffer B
+    buffer_size: int = 100_000  # B: capacity of the replay buffer
     learning_starts: int = 1000  # environment steps before the first update
     train_frequency: int = 1  # environment steps between two updates
-    batch_size: int = 64  # effective minibatch size (App. B): K = batch_size / p_m samples are drawn, and masked
+    batch_size: int = 64  # samples that survive a member's mask, on average: K = batch_size / p_m are drawn
     learning_rate: float = 1e-3  # learning rate of Adam
     max_grad_norm: float | None = None  # clip each member's gradient to this norm
     gamma: float = 0.99  # discount rate
@@ -71,8 +74,8 @@ class IVDQNArgs:
     mask_prob: float = 1.0  # p_m: probability that a member learns from a transition
     prior_scale: float = 0.0  # delta_RPF: scale of the randomized prior functions
     variance_heads: bool = True  # sigma^2: networks predict variances (--no-...: sampled ensemble, no L_LA)
-    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: 0, for BIV)
-    weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the squared errors
+    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: BIV takes it for 0)
+    weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k (Eq. 16 to 18): weights of the squared errors
     mebs_ratio: float = 0.9  # minimal EBS ratio (App. B): MEBS as a share of the unmasked samples
     xi: float | None = None  # constant xi in place of a minimal effective batch size
     loss_attenuation_weight: float = 1.5  # lambda: weight of loss attenuation L_LA
@@ -80,7 +83,7 @@ class IVDQNArgs:
     uwac_beta: float = 0.8  # beta: scale of the UWAC weights
     cuda: bool = False  # use a GPU if there is one (networks this small run faster on the CPU)
     num_threads: int = 1  # CPU threads of torch
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of torch's float32 products (docs/speed.md)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matrix products (docs/speed.md)
 
     def __post_init__(self) -> None:
         if self.num_nets == 1:  # App. A.3: masks and priors do not make sense for a single network
@@ -93,10 +96,7 @@ AlgorithmArgs = IVDQNArgs  # for the machinery below, which adds the run's argum
 
 # ---------------------------------------------------------------------------- networks
 class EnsembleLinear(nn.Module):
-    """N independent linear layers, each initialised as nn.Linear: (N, inputs, K) -> (N, outputs, K).
-
-    Features come before samples: on networks this small that is faster, by 5% of an update.
-    """
+    """N independent linear layers, each initialised as nn.Linear: (N, K, inputs) -> (N, K, outputs)."""
 
     def __init__(self, num_nets: int, num_inputs: int, num_outputs: int):
         super().__init__()
@@ -105,25 +105,25 @@ class EnsembleLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_nets, num_outputs, 1).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias, self.weight, x)
+        return torch.baddbmm(self.bias, self.weight, x.mT).mT  # the samples are columns: W x + b
 
 
 def ensemble_mlp(num_nets: int, num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
-    """N independent networks with two hidden ReLU layers: (N, inputs, K) -> (N, outputs, K)."""
+    """N independent networks with two hidden ReLU layers: (N, K, inputs) -> (N, K, outputs)."""
     return nn.Sequential(
         EnsembleLinear(num_nets, num_inputs, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         EnsembleLinear(num_nets, hidden_size, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         EnsembleLinear(num_nets, hidden_size, num_outputs),
     )
 
 
-MAX_LOG_VARIANCE = 60  # so that sigma^2 and its inverse are finite in single precision
+MAX_LOG_VARIANCE = 60  # e^60 = 1e26: in single precision, a squared error over or under it is still finite
 
 
 class VarEnsembleQNetwork(nn.Module):
-    """N variance networks (Sec. 2.2.2; App. A.2), each with a fixed, untrained prior on its means (Sec. 2.2.1)."""
+    """A variance ensemble (Sec. 2.2.3; App. A.2); each member has a fixed, untrained prior on its mean (Sec. 2.2.1)."""
 
     def __init__(self, num_inputs: int, num_actions: int, args: Args):
         super().__init__()
@@ -136,8 +136,8 @@ class VarEnsembleQNetwork(nn.Module):
 
     def mean_and_log_variance(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and ln sigma^2 of Q for each action: (K, inputs) -> two of (N, K, A)."""
-        x = observation.T.expand(self.num_nets, -1, -1)  # (N, inputs, K)
-        output = self.net(x).mT  # (N, K, A), or (N, K, 2A) with variance heads
+        x = observation.expand(self.num_nets, -1, -1)  # (N, K, inputs)
+        output = self.net(x)  # (N, K, A), or (N, K, 2A) with variance heads
         if self.variance_heads:
             mean, log_variance = output.chunk(2, -1)
             log_variance = log_variance.clamp(-MAX_LOG_VARIANCE, MAX_LOG_VARIANCE)
@@ -145,7 +145,7 @@ class VarEnsembleQNetwork(nn.Module):
             mean = output
             log_variance = torch.full_like(mean, -torch.inf)  # ln 0
         if self.prior_scale > 0:
-            mean = mean + self.prior_scale * self.prior(x).mT
+            mean = mean + self.prior_scale * self.prior(x)
         return mean, log_variance
 
     def forward(self, observation: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class VarEnsembleQNetwork(nn.Module):
 class ReplayBuffer:
     """A ring of transitions, with one array for each field, sampled uniformly with replacement."""
 
-    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray):
+    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray | np.generic):
         """The example is a transition whose values do not matter, only their names, shapes and types."""
         self.arrays = {name: np.zeros((capacity, *value.shape), value.dtype) for name, value in example.items()}
         self.capacity = capacity
@@ -185,15 +185,17 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size = state["size"]
         self.position = state["position"]
-        assert 0 <= self.position < self.capacity
+        if not 0 <= self.position < self.capacity:
+            raise ValueError(f"position is {self.position}")
         for name, array in self.arrays.items():
             saved = state["arrays"][name].numpy()
-            assert saved.shape == array[: self.size].shape
+            if saved.shape != array[: self.size].shape:
+                raise ValueError(f"{name} is {saved.shape}")
             array[: self.size] = saved
 
 
 def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[str, Any]]:
-    """Takes out each step that has its n rewards, with their return; at an episode's end all that are left, with fewer.
+    """Takes out each step whose n rewards are known, with their discounted sum; at an episode's end, all the others.
 
     The caller adds the state that follows the last of these rewards, where the target bootstraps.
     """
@@ -204,13 +206,13 @@ def n_step_transitions(pending: deque, done: bool, args: Args) -> Iterator[dict[
             "observation": observation,
             "action": action,
             "reward": sum(args.gamma**i * reward for i, reward in enumerate(rewards)),
-            "discount": args.gamma ** len(rewards),  # of the prediction that follows
+            "discount": args.gamma ** len(rewards),  # gamma^n: factor of the prediction that follows
         }
 
 
 # ---------------------------------------------------------------------------- the agent
 class IVDQN:
-    """What learns and is saved: networks, optimiser, replay buffer."""
+    """What learns: networks, optimiser, replay buffer. Every attribute is saved, by its state_dict."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Discrete, args: Args):
         num_inputs = observation_space.shape[0]
@@ -241,7 +243,10 @@ Agent = IVDQN  # for the machinery below
 
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: Tensor, variance: Tensor) -> Tensor:
-    """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
+    """Variance of an equal-weight mixture of Gaussians over the leading axis (Alg. 2, lines 20-21; Alg. 4; Eq. 14).
+
+    The last term of Eq. 14 is the square of the average mu, as in Alg. 2, not the average square, as its text says.
+    """
     return (variance + (mean - mean.mean(0)) ** 2).mean(0)  # mean(sigma^2 + mu^2) - mean(mu)^2, but stable
 
 
@@ -250,7 +255,7 @@ def effective_batch_size(weight: Tensor) -> Tensor:
     return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
-TINY = 1e-60  # stands for a variance of 0: the fourth power of its inverse is still a number
+TINY = 1e-60  # in place of a variance of 0: the fourth power of its inverse, as in the slope below, is finite
 
 
 def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
@@ -260,29 +265,30 @@ def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np
     concave in xi, so that Newton's method, begun at xi = 0, comes to the solution from below.
     """
     n = np.maximum(mask.sum(-1, keepdims=True), 1)
-    mebs = np.minimum(mebs_ratio * n, n - 1)
+    mebs = np.minimum(mebs_ratio * n, n - 1)  # EBS is n for an infinite xi only
     goal = np.sqrt(mebs / (n - mebs))
     xi = np.zeros((len(variance), 1))
-    for _ in range(100):
+    for _ in range(100):  # 8 in most cases, 47 at the most for variances between 1e-26 and 1e26
         weight = mask / np.maximum(variance + xi, TINY)
-        total = weight.sum(-1, keepdims=True)
-        total_square = (weight**2).sum(-1, keepdims=True)
-        is_short = total**2 < mebs * total_square  # EBS < MEBS
+        weight_sum = weight.sum(-1, keepdims=True)
+        square_sum = (weight**2).sum(-1, keepdims=True)
+        is_short = weight_sum**2 < mebs * square_sum  # EBS < MEBS
         if not is_short.any():
             break
-        with np.errstate(divide="ignore", invalid="ignore"):  # the others may divide by 0, and stay where they are
-            deviation = np.sqrt(n * total_square - total**2)  # n standard deviations, where total is n means
-            spread = (weight * (weight - total_square / total) ** 2).sum(-1, keepdims=True)
-            slope = n * total * spread / deviation**3  # the derivative of total / deviation
-            step = (goal - total / deviation) / slope
+        with np.errstate(divide="ignore", invalid="ignore"):  # a member that is not short may get nan, and ignores it
+            n_deviations = np.sqrt(n * square_sum - weight_sum**2)
+            spread = (weight * (weight - square_sum / weight_sum) ** 2).sum(-1, keepdims=True)
+            slope = n * weight_sum * spread / n_deviations**3  # the derivative of weight_sum / n_deviations
+            step = (goal - weight_sum / n_deviations) / slope
         xi = np.where(is_short, (xi + step) * (1 + 1e-6), xi)  # a little further, so that the last step arrives
     return xi
 
 
 def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.ndarray:
-    """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 1)."""
+    """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 16)."""
     weight = mask / np.maximum(variance + xi, TINY)
-    return weight / np.maximum(weight.sum(-1, keepdims=True), TINY)
+    weight_sum = weight.sum(-1, keepdims=True)
+    return weight / np.where(weight_sum > 0, weight_sum, 1)  # all 0 if every sample is masked
 
 
 def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
@@ -290,7 +296,7 @@ def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tens
 
     Alg. 2 estimates xi before it masks the minibatch (lines 23-24); we mask first, as Alg. 3 does (lines 21-24).
     """
-    # In double precision: EBS is to reach MEBS exactly.
+    # Double precision, for EBS to reach MEBS exactly; numpy, which is two to three times as fast as torch here.
     variance_array = variance.double().cpu().numpy()
     mask_array = mask.double().cpu().numpy()
     if args.xi is None:
@@ -301,16 +307,21 @@ def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tens
     return torch.from_numpy(weight).to(variance.device, variance.dtype), torch.from_numpy(xi)
 
 
+def sunrise_weights(variance: Tensor, temperature: float) -> Tensor:
+    """sigmoid(-std T) + 0.5 (Eq. 18, whose 1/K is for both terms): lower where the values spread more."""
+    return torch.sigmoid(-variance.sqrt() * temperature) + 0.5
+
+
 def sample_weights(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
     """The weights of each member's unmasked samples (N, K), and xi (N, 1), which only BIV has."""
-    require_finite("a variance", variance.cpu())
+    require_finite("a variance", variance.cpu())  # its weight would be 0, and nobody would notice
     if args.weighting == "biv":
         return biv_weights_and_xi(variance, mask, args)
-    if args.weighting == "sunrise":  # Eq. 18
-        factor = torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5
+    if args.weighting == "sunrise":
+        factor = sunrise_weights(variance, args.sunrise_temperature)
     elif args.weighting == "uwac":  # Eq. 17
         factor = (args.uwac_beta / variance).clamp_max(1.5)
-    else:  # L2, Eq. 5
+    elif args.weighting == "l2":  # Eq. 5
         factor = 1
     return uniform_weights(mask) * factor, torch.zeros(len(mask), 1)
 
@@ -322,7 +333,7 @@ def uniform_weights(mask: Tensor) -> Tensor:
 
 
 def at_action(values: Tensor, action: Tensor) -> Tensor:
-    """The value of each sample's action: (..., K, A) at (..., K) -> (..., K)."""
+    """The value of each sample's action, which may differ between members: (..., K, A) -> (..., K)."""
     index = action.expand(values.shape[:-1]).unsqueeze(-1)
     return values.gather(-1, index).squeeze(-1)
 
@@ -337,7 +348,7 @@ def ivdqn_loss(
     network: nn.Module, target_network: nn.Module, batch: SimpleNamespace, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L_BIV + lambda L_LA, summed over the members, which share no parameters (Alg. 2, lines 11-25; Eq. 10)."""
-    mask = batch.mask.T.contiguous()  # (N, K), stored as (K, N)
+    mask = batch.mask.T  # (N, K), stored as (K, N)
     # Line 13: each member's mean and log-variance at (s, a).
     all_means, all_log_variances = network.mean_and_log_variance(batch.observation)  # each (N, K, A)
     mean = at_action(all_means, batch.action)  # (N, K)
@@ -354,9 +365,9 @@ def ivdqn_loss(
         if not args.terminal_variance:
             target_variance = target_variance * (1 - batch.terminated)
         # Lines 23-24: xi and the weights. SUNRISE and UWAC weigh by the variance at (s', a') itself.
-        variance = target_variance if args.weighting == "biv" else next_variance
+        variance = next_variance if args.weighting in ("sunrise", "uwac") else target_variance
         weight, xi = sample_weights(variance, mask, args)  # (N, K), (N, 1)
-    # Line 25: the loss.
+    # The loss of line 25.
     squared_error = (mean - target) ** 2
     biv = (weight * squared_error).sum()  # Eq. 1
     if args.variance_heads:
@@ -377,6 +388,7 @@ def ivdqn_loss(
 
 def ivdqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
     """What is logged of an update."""
+    ebs = effective_batch_size(tensors["weight"])  # nan for a member whose samples are all masked
     return {
         "losses/loss": loss.item(),
         "losses/q_values": tensors["mean"].mean().item(),
@@ -386,7 +398,7 @@ def ivdqn_metrics(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
         "uncertainty/target_variance_median": tensors["target_variance"].median().item(),
         "uncertainty/predicted_variance_mean": tensors["log_variance"].exp().mean().item(),
         "uncertainty/weight_max": tensors["weight"].max().item(),
-        "uncertainty/effective_batch_size": effective_batch_size(tensors["weight"]).nanmean().nan_to_num().item(),
+        "uncertainty/effective_batch_size": ebs.nanmean().nan_to_num().item(),
         "uncertainty/xi": tensors["xi"].mean().item(),
     }
 
@@ -428,7 +440,9 @@ def majority_vote(actions: np.ndarray, rng: np.random.Generator) -> int:
 def require_discrete_actions(env: gym.Env) -> gym.Env:
     """Refuses an environment whose actions this family cannot take."""
     if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
-        raise RunError(f"{env.spec.id} has actions {env.action_space}, not Discrete(n): try sac.py and its like")
+        raise RunError(
+            f"{env.spec.id} has actions {env.action_space}, not Discrete(n); for a Box, try sac.py and its like"
+        )
     return env
 
 
@@ -453,9 +467,11 @@ def train(args: Args) -> Path:
     """Algorithm 2, line by line; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = Agent(env.observation_space, env.action_space, args)
+        agent = IVDQN(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
-        run.solved_at = run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at
+        run.solved_at = args.solved_at
+        if run.solved_at is None:
+            run.solved_at = run.eval_env.spec.reward_threshold
         run.start(agent, rng)
         parameters = list(agent.network.net.parameters())  # priors stay as they are
         target_parameters = list(agent.target_network.net.parameters())
@@ -493,9 +509,11 @@ def train(args: Args) -> Path:
                 learning = run.global_step > args.learning_starts and agent.buffer.size > 0
                 if learning and run.global_step % args.train_frequency == 0:
                     batch = agent.buffer.sample(sample_size, rng)  # line 10
-                    loss, tensors = ivdqn_loss(agent.network, agent.target_network, batch, args)  # lines 11-25
+                    loss, tensors = ivdqn_loss(
+                        agent.network, agent.target_network, batch, args
+                    )  # lines 11-24, and the loss of 25
                     require_finite("the loss", loss.item())
-                    agent.optimizer.zero_grad()
+                    agent.optimizer.zero_grad()  # line 25: a gradient step for all members
                     loss.backward()
                     if args.max_grad_norm is not None:
                         clip_each_member(parameters, args.max_grad_norm)
@@ -530,7 +548,8 @@ MAY_CHANGE = {
     *("exp_name", "run_name", "runs_dir", "checkpoint_every", "checkpoint_minutes", "resume"),
     *("evaluate", "eval_episodes", "capture_video", "track", "wandb_project_name", "wandb_entity"),
 }
-# The smallest and the largest value of the arguments that are not like most: whole numbers from 1, others from 0.
+# The smallest and the largest value of arguments, some of them of other scripts. Those that are not listed begin at 1,
+# if they are whole numbers, or else at 0, and end at 1e12.
 RANGES = {
     **dict.fromkeys(("gamma", "tau", "start_epsilon", "end_epsilon", "epsilon_decay", "mebs_ratio"), (0, 1)),
     **dict.fromkeys(("seed", "env_seed", "learning_starts", "eval_every"), (0, 10**12)),
@@ -610,7 +629,7 @@ def is_of_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(is_of_type(item, get_args(kind)[0]) for item in value)
     if float in (kind, *get_args(kind)):
         kind = kind | int
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -660,9 +679,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A run's config.json; arguments that it does not know have their defaults."""
     with refusing(f"{folder} holds no run"):
         config = json.loads((folder / "config.json").read_text())
-        known = asdict(Args())
-        args = known | {name: value for name, value in config["args"].items() if name in known}
-        return config | {"args": args | {"env_kwargs": tuple(args["env_kwargs"])}}  # which JSON has as a list
+        args = asdict(Args())
+        for name, value in config["args"].items():
+            if name in args:
+                args[name] = tuple(value) if isinstance(value, list) else value  # JSON knows no tuples
+        return config | {"args": args}
 
 
 @dataclass
@@ -699,9 +720,11 @@ def parse_command_line() -> Args:
 
 
 # ---------------------------------------------------------------------------- environments
-def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
+def make_env(env_id: str, args: Args, with_video: bool = False) -> gym.Env:
     """The environment, with flat observations, actions of the script's kind, and an error at what is not finite."""
-    kwargs |= read_env_kwargs(args)
+    kwargs = read_env_kwargs(args)
+    if with_video:
+        kwargs["render_mode"] = "rgb_array"
     with refusing(f"the environment {env_id} cannot be made"):
         env = gym.make(env_id, **kwargs)
         num_inputs = gym.spaces.flatdim(env.observation_space)
@@ -716,12 +739,12 @@ def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
         return adapt_actions(env)
 
 
-def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
+def try_out(env_id: str, args: Args, with_video: bool = False) -> None:
     """Refuses an environment that cannot be stepped, and warns of one that an exact --resume cannot be had in."""
     beginnings = []
-    asked = "run with --capture-video" if kwargs else "run"
+    asked = "run with --capture-video" if with_video else "run"
     with refusing(f"the environment {env_id} cannot be {asked}"):
-        env = make_env(env_id, args, **kwargs)
+        env = make_env(env_id, args, with_video)
         for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's are not
             env.action_space.seed(0)
             observations = [env.reset(seed=0)[0]]
@@ -731,7 +754,7 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
                 if terminated or truncated:
                     break
             beginnings.append(np.array(observations))
-        if kwargs:
+        if with_video:
             import moviepy  # noqa: F401
 
             if np.ndim(env.render()) != 3:
@@ -742,13 +765,13 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------- device and files
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any]:
-    """Gives the agent those of its parts that are of a kind as a checkpoint has them; returns the checkpoint."""
+    """Loads the agent's parts of a kind (all, or only networks) from a run's checkpoint, and returns the checkpoint."""
     path = folder / "checkpoint.pt"
     with refusing(f"{path} cannot be loaded"):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file
@@ -764,11 +787,13 @@ def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
-    assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
-    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"]]
+    if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
+        raise ValueError("it has other settings")
+    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"] if p.requires_grad]
     states = saved["state"].values()  # none before the first update
     found = [(state["step"].shape, state["exp_avg"].shape, state["exp_avg_sq"].shape) for state in states]
-    assert found in ([], expected)
+    if found not in ([], expected):
+        raise ValueError("its moments are not those of the networks")
 
 
 @contextmanager
@@ -838,12 +863,11 @@ class Run:
             if not args.evaluate:
                 self.check_same_run()
             eval_env_id = args.eval_env_id or args.env_id
-            video = {"render_mode": "rgb_array"} if args.capture_video else {}
             if eval_env_id != args.env_id:
                 try_out(args.env_id, args)
-            try_out(eval_env_id, args, **video)
+            try_out(eval_env_id, args, args.capture_video)
             self.env = stack.enter_context(make_env(args.env_id, args))
-            self.eval_env = stack.enter_context(make_env(eval_env_id, args, **video))
+            self.eval_env = stack.enter_context(make_env(eval_env_id, args, args.capture_video))
             spaces = (self.env.observation_space.shape, self.env.action_space)
             if (self.eval_env.observation_space.shape, self.eval_env.action_space) != spaces:
                 raise RunError(f"--eval-env-id {eval_env_id} has other spaces than --env-id {args.env_id}")
@@ -870,7 +894,7 @@ class Run:
         # A mistake in the algorithm, found while it runs, keeps its traceback. An exit would look like a good end.
         needs_telling = not has_begun or is_out_of_memory or isinstance(error, SystemExit)
         if isinstance(error, Exception | SystemExit) and needs_telling and not is_told:
-            place = traceback.extract_tb(frames)[-1]
+            place = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename).name == SCRIPT][-1]
             hint = "--buffer-size, --batch-size, --hidden-size, --num-nets: too large? " if is_out_of_memory else ""
             text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
             raise RunError(text, code=1 if has_begun else 2) from error
@@ -903,7 +927,7 @@ class Run:
         if saved.get("script") != SCRIPT:
             raise RunError(f"{self.folder} is a run of {saved.get('script')}, not of {SCRIPT}")
         for name, value in asdict(self.args).items():
-            before = saved["args"][name]
+            before = saved["args"].get(name, getattr(Args(), name))
             if name not in MAY_CHANGE and before != value:
                 raise RunError(f"{self.folder / file} has {name} {before}, and cannot be resumed with {value}")
 
@@ -925,7 +949,7 @@ class Run:
         if not self.is_over():
             self.save_config("running")
             print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
-        self.start_step = self.saved_step = self.global_step
+        self.saved_step = self.global_step
         self.start_time = self.saved_time = time.time()
         bar = tqdm(
             total=args.total_timesteps,
@@ -993,6 +1017,7 @@ class Run:
 
     def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
+        # The 1 makes other seeds than those of the training episodes.
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
         self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
@@ -1036,7 +1061,7 @@ class Run:
             self.bar.total = min(self.args.total_timesteps, expected_steps)
 
     def show_progress(self, steps_to_learn: float = 0) -> None:
-        """Moves the bar to the last step that has been learned from."""
+        """Moves the bar to the last step that has been learned from: of a rollout, SAC learns when it is complete."""
         self.bar.update(self.global_step - int(steps_to_learn) - self.bar.n)
         if self.notice:
             tqdm.write(self.notice, file=sys.stderr)

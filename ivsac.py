@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 @dataclass
 class IVSACArgs:
-    """The algorithm; where the paper has a symbol, the comment begins with it."""
+    """The algorithm. A comment begins with the paper's symbol, where that is not the name itself."""
 
     env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions
     total_timesteps: int = 200_000  # environment steps after which the run ends
@@ -54,11 +54,11 @@ class IVSACArgs:
     eval_every: int = 1000  # environment steps between two evaluation episodes (0: never)
     num_nets: int = 5  # N: members of the ensemble (1: without mask)
     hidden_size: int = 256  # width of the two hidden layers
-    buffer_size: int = 1_000_000  # capacity of the replay buffer B
+    buffer_size: int = 1_000_000  # B: capacity of the replay buffer
     learning_starts: int = 1000  # environment steps, with random actions, before the first update
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
-    batch_size: int = 1024  # effective minibatch size (App. B): K = batch_size / p_m samples are drawn, and masked
+    batch_size: int = 1024  # samples that survive a member's mask, on average: K = batch_size / p_m are drawn
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 3e-4  # learning rate of the critics
     alpha_lr: float = 3e-4  # learning rate of alpha
@@ -69,16 +69,16 @@ class IVSACArgs:
     mask_prob: float = 0.9  # p_m: probability that a member learns from a transition
     ucb: float = 10.0  # Lambda_UCB: weight of the critics' spread in acting (0: one member acts for each episode)
     variance_heads: bool = True  # sigma^2: networks predict variances (--no-...: sampled ensemble, no L_LA)
-    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: 0, for BIV)
-    weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k: weights of the samples in both losses
+    terminal_variance: bool = True  # terminal targets have a variance like any other (--no-...: BIV takes it for 0)
+    weighting: Literal["biv", "l2", "sunrise", "uwac"] = "biv"  # w_k (Eq. 16 to 18), of the actors' loss and L_BIV
     mebs_ratio: float = 0.8  # minimal EBS ratio (App. B): MEBS as a share of the unmasked samples
-    xi: float | None = None  # constant xi in place of a minimal effective batch size
+    xi: float | None = None  # constant xi_a and xi_c in place of a minimal effective batch size
     loss_attenuation_weight: float = 2.5  # lambda: weight of loss attenuation L_LA
     sunrise_temperature: float = 20.0  # T: temperature of the SUNRISE weights
     uwac_beta: float = 0.8  # beta: scale of the UWAC weights
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
-    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of torch's float32 products (docs/speed.md)
+    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of float32 matrix products (docs/speed.md)
 
     def __post_init__(self) -> None:
         if self.num_nets == 1:  # App. A.3, said there of IV-DQN: a mask makes no sense for a single network
@@ -93,9 +93,9 @@ def mlp(num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
     """A network with two hidden ReLU layers."""
     return nn.Sequential(
         nn.Linear(num_inputs, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         nn.Linear(hidden_size, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         nn.Linear(hidden_size, num_outputs),
     )
 
@@ -131,11 +131,11 @@ class EnsemblePolicy(nn.Module):
 
 
 def critic_inputs(observation: Tensor, action: Tensor) -> Tensor:
-    """Observations (K, inputs) beside each of the actions (..., K, A): (..., K, inputs + A)."""
+    """Observations (K, inputs), or one (1, inputs), beside each of the actions (..., K, A): (..., K, inputs + A)."""
     return torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
 
 
-MAX_LOG_VARIANCE = 60  # so that sigma^2 and its inverse are finite in single precision
+MAX_LOG_VARIANCE = 60  # e^60 = 1e26: in single precision, a squared error over or under it is still finite
 
 
 class VarEnsembleCritic(nn.Module):
@@ -143,7 +143,8 @@ class VarEnsembleCritic(nn.Module):
 
     def __init__(self, num_inputs: int, action_size: int, args: Args):
         super().__init__()
-        sizes = (num_inputs + action_size, args.hidden_size, 2 if args.variance_heads else 1)
+        num_outputs = 2 if args.variance_heads else 1
+        sizes = (num_inputs + action_size, args.hidden_size, num_outputs)
         self.variance_heads = args.variance_heads
         self.num_nets = args.num_nets
         self.twins = nn.ModuleList(nn.ModuleList(mlp(*sizes) for _ in range(args.num_nets)) for _ in range(2))
@@ -153,7 +154,7 @@ class VarEnsembleCritic(nn.Module):
         return self.mean_and_log_variance(observation, action)[0]
 
     def mean_and_log_variance(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and ln sigma^2 of Q, by the same: two of (N, 2, K)."""
+        """Mean and ln sigma^2 of Q by both twins of each member, at actions as in forward: two of (N, 2, K)."""
         x = critic_inputs(observation, action).expand(self.num_nets, -1, -1)  # (N, K, inputs + A)
         first_mean, first_log_variance = self.twin(0, x)  # each (N, K)
         second_mean, second_log_variance = self.twin(1, x)
@@ -178,7 +179,7 @@ class Temperature(nn.Module):
 
     def __init__(self, num_nets: int, args: Args):
         super().__init__()
-        start = 0.0 if args.autotune else math.log(args.alpha)
+        start = 0.0 if args.autotune else math.log(args.alpha)  # tuning begins with alpha = 1, as in rlkit
         self.log_alpha = nn.Parameter(torch.full((num_nets, 1), start))
 
 
@@ -186,7 +187,7 @@ class Temperature(nn.Module):
 class ReplayBuffer:
     """A ring of transitions, with one array for each field, sampled uniformly with replacement."""
 
-    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray):
+    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray | np.generic):
         """The example is a transition whose values do not matter, only their names, shapes and types."""
         self.arrays = {name: np.zeros((capacity, *value.shape), value.dtype) for name, value in example.items()}
         self.capacity = capacity
@@ -214,16 +215,18 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size = state["size"]
         self.position = state["position"]
-        assert 0 <= self.position < self.capacity
+        if not 0 <= self.position < self.capacity:
+            raise ValueError(f"position is {self.position}")
         for name, array in self.arrays.items():
             saved = state["arrays"][name].numpy()
-            assert saved.shape == array[: self.size].shape
+            if saved.shape != array[: self.size].shape:
+                raise ValueError(f"{name} is {saved.shape}")
             array[: self.size] = saved
 
 
 # ---------------------------------------------------------------------------- the agent
 class IVSAC:
-    """What learns and is saved: networks, optimisers, replay buffer."""
+    """What learns: networks, optimisers, replay buffer. Every attribute is saved, by its state_dict."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Box, args: Args):
         num_inputs = observation_space.shape[0]
@@ -249,7 +252,7 @@ class IVSAC:
         )
 
     @torch.no_grad()
-    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
+    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:  # DQN breaks ties by it
         """The average of the members' deterministic actions (App. A.4)."""
         actions = self.actor.mode(to_batch(observation, self.buffer.device))  # (N, 1, A)
         return actions.mean(0).squeeze(0).cpu().numpy()
@@ -260,7 +263,10 @@ Agent = IVSAC  # for the machinery below
 
 # ---------------------------------------------------------------------------- uncertainty
 def mixture_variance(mean: Tensor, variance: Tensor) -> Tensor:
-    """Variance of an equal-weight mixture of Gaussians over the leading axis (Eq. 14; Alg. 2, line 21; Alg. 4)."""
+    """Variance of an equal-weight mixture of Gaussians over the leading axis (Alg. 2, lines 20-21; Alg. 4; Eq. 14).
+
+    The last term of Eq. 14 is the square of the average mu, as in Alg. 2, not the average square, as its text says.
+    """
     return (variance + (mean - mean.mean(0)) ** 2).mean(0)  # mean(sigma^2 + mu^2) - mean(mu)^2, but stable
 
 
@@ -269,7 +275,7 @@ def effective_batch_size(weight: Tensor) -> Tensor:
     return weight.sum(-1) ** 2 / (weight**2).sum(-1)
 
 
-TINY = 1e-60  # stands for a variance of 0: the fourth power of its inverse is still a number
+TINY = 1e-60  # in place of a variance of 0: the fourth power of its inverse, as in the slope below, is finite
 
 
 def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np.ndarray:
@@ -279,29 +285,30 @@ def smallest_xi(variance: np.ndarray, mask: np.ndarray, mebs_ratio: float) -> np
     concave in xi, so that Newton's method, begun at xi = 0, comes to the solution from below.
     """
     n = np.maximum(mask.sum(-1, keepdims=True), 1)
-    mebs = np.minimum(mebs_ratio * n, n - 1)
+    mebs = np.minimum(mebs_ratio * n, n - 1)  # EBS is n for an infinite xi only
     goal = np.sqrt(mebs / (n - mebs))
     xi = np.zeros((len(variance), 1))
-    for _ in range(100):
+    for _ in range(100):  # 8 in most cases, 47 at the most for variances between 1e-26 and 1e26
         weight = mask / np.maximum(variance + xi, TINY)
-        total = weight.sum(-1, keepdims=True)
-        total_square = (weight**2).sum(-1, keepdims=True)
-        is_short = total**2 < mebs * total_square  # EBS < MEBS
+        weight_sum = weight.sum(-1, keepdims=True)
+        square_sum = (weight**2).sum(-1, keepdims=True)
+        is_short = weight_sum**2 < mebs * square_sum  # EBS < MEBS
         if not is_short.any():
             break
-        with np.errstate(divide="ignore", invalid="ignore"):  # the others may divide by 0, and stay where they are
-            deviation = np.sqrt(n * total_square - total**2)  # n standard deviations, where total is n means
-            spread = (weight * (weight - total_square / total) ** 2).sum(-1, keepdims=True)
-            slope = n * total * spread / deviation**3  # the derivative of total / deviation
-            step = (goal - total / deviation) / slope
+        with np.errstate(divide="ignore", invalid="ignore"):  # a member that is not short may get nan, and ignores it
+            n_deviations = np.sqrt(n * square_sum - weight_sum**2)
+            spread = (weight * (weight - square_sum / weight_sum) ** 2).sum(-1, keepdims=True)
+            slope = n * weight_sum * spread / n_deviations**3  # the derivative of weight_sum / n_deviations
+            step = (goal - weight_sum / n_deviations) / slope
         xi = np.where(is_short, (xi + step) * (1 + 1e-6), xi)  # a little further, so that the last step arrives
     return xi
 
 
 def biv_weights(variance: np.ndarray, mask: np.ndarray, xi: np.ndarray) -> np.ndarray:
-    """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 1)."""
+    """Batch inverse-variance weights 1 / (variance + xi), normalised over each member's unmasked samples (Eq. 16)."""
     weight = mask / np.maximum(variance + xi, TINY)
-    return weight / np.maximum(weight.sum(-1, keepdims=True), TINY)
+    weight_sum = weight.sum(-1, keepdims=True)
+    return weight / np.where(weight_sum > 0, weight_sum, 1)  # all 0 if every sample is masked
 
 
 def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
@@ -309,7 +316,7 @@ def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tens
 
     Alg. 2 estimates xi before it masks the minibatch (lines 23-24); we mask first, as Alg. 3 does (lines 21-24).
     """
-    # In double precision: EBS is to reach MEBS exactly.
+    # Double precision, for EBS to reach MEBS exactly; numpy, which is two to three times as fast as torch here.
     variance_array = variance.double().cpu().numpy()
     mask_array = mask.double().cpu().numpy()
     if args.xi is None:
@@ -320,32 +327,38 @@ def biv_weights_and_xi(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tens
     return torch.from_numpy(weight).to(variance.device, variance.dtype), torch.from_numpy(xi)
 
 
+def sunrise_weights(variance: Tensor, temperature: float) -> Tensor:
+    """sigmoid(-std T) + 0.5 (Eq. 18, whose 1/K is for both terms): lower where the values spread more."""
+    return torch.sigmoid(-variance.sqrt() * temperature) + 0.5
+
+
 def sample_weights(variance: Tensor, mask: Tensor, args: Args) -> tuple[Tensor, Tensor]:
     """The weights of each member's unmasked samples (N, K), and xi (N, 1), which only BIV has."""
-    require_finite("a variance", variance.cpu())
+    require_finite("a variance", variance.cpu())  # its weight would be 0, and nobody would notice
     if args.weighting == "biv":
         return biv_weights_and_xi(variance, mask, args)
-    if args.weighting == "sunrise":  # Eq. 18
-        factor = torch.sigmoid(-variance.sqrt() * args.sunrise_temperature) + 0.5
+    if args.weighting == "sunrise":
+        factor = sunrise_weights(variance, args.sunrise_temperature)
     elif args.weighting == "uwac":  # Eq. 17
         factor = (args.uwac_beta / variance).clamp_max(1.5)
-    else:  # L2, Eq. 5
+    elif args.weighting == "l2":  # Eq. 5
         factor = 1
     return uniform_weights(mask) * factor, torch.zeros(len(mask), 1)
 
 
 def predictive_variance(critic: nn.Module, observation: Tensor, action: Tensor, lower_twin: Tensor) -> Tensor:
-    """Alg. 4 at each member's own action, over the critics of the twin that is the lower there: (N, K).
+    """Alg. 4 at each member's own action: (N, K).
 
-    The samples are split by that twin: to evaluate both everywhere is a quarter more arithmetic (docs/speed.md).
+    lower_twin (N, K) is 0 or 1: which of a member's twins has the lower value at its own action. All members judge the
+    action by their twin of that number. To ask both takes 20% longer, and 50% with 1024 samples (docs/speed.md).
     """
     x = critic_inputs(observation, action)  # (N, K, inputs + A)
     variance = torch.empty_like(action[..., 0])  # (N, K)
-    for twin in (0, 1):
-        chosen = lower_twin == twin  # (N, K)
-        shared = x[chosen].expand(len(x), -1, -1)  # every member judges all of them: (N, samples, inputs + A)
-        mean, log_variance = critic.twin(twin, shared)  # lines 3-6: each (N, samples)
-        variance[chosen] = mixture_variance(mean, log_variance.exp())  # lines 7-8
+    for number in (0, 1):
+        chosen = lower_twin == number  # (N, K): P pairs of a member and a sample
+        pairs = x[chosen].expand(len(x), -1, -1)  # the same for every member: (N, P, inputs + A)
+        mean, log_variance = critic.twin(number, pairs)  # lines 3-6: each (N, P)
+        variance[chosen] = mixture_variance(mean, log_variance.exp())  # lines 7-8: (P,)
     return variance
 
 
@@ -367,10 +380,10 @@ def ivsac_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Arg
     # Lines 15 and 17: each member's own a'. The lower twin and the entropy are SAC's (App. A.4).
     next_action, next_log_prob = agent.actor.sample(batch.next_observation)
     next_q_values = agent.target_critic(batch.next_observation, next_action)  # (N, 2, K)
-    next_value = next_q_values.amin(1) - alpha * next_log_prob
+    next_value = next_q_values.amin(-2) - alpha * next_log_prob
     target = batch.reward + args.gamma * (1 - batch.terminated) * next_value
     # Line 19: the variance of all target critics at each member's a'.
-    lower_twin = next_q_values.argmin(1)
+    lower_twin = next_q_values.argmin(-2)
     next_variance = predictive_variance(agent.target_critic, batch.next_observation, next_action, lower_twin)
     return target, next_variance
 
@@ -379,16 +392,16 @@ def ivsac_actor_loss(
     agent: Agent, batch: SimpleNamespace, mask: Tensor, alpha: Tensor, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L_actor, summed over the members (Alg. 3, lines 18 and 21-23; Eq. 15)."""
-    # The a of line 18, which the box does not draw: each member's own action at s, as in Eq. 15.
+    # The a_kj of line 18, which no line of the box draws: each member's own action at s, as in Eq. 11 and SAC.
     action, log_prob = agent.actor.sample(batch.observation)
     q_values = agent.critic(batch.observation, action)  # (N, 2, K)
     with torch.no_grad():
         # Lines 18 and 22: the weights, by the variance of all critics at each member's own a.
-        lower_twin = q_values.argmin(1)
+        lower_twin = q_values.argmin(-2)
         variance = predictive_variance(agent.critic, batch.observation, action, lower_twin)  # (N, K)
         weight, xi = sample_weights(variance, mask, args)
     # Line 23.
-    loss = (weight * (alpha * log_prob - q_values.amin(1))).sum()
+    loss = (weight * (alpha * log_prob - q_values.amin(-2))).sum()
     return loss, {"log_prob": log_prob.detach(), "variance": variance, "weight": weight, "xi": xi}
 
 
@@ -401,11 +414,11 @@ def ivsac_critic_loss(
     if not args.terminal_variance:
         target_variance = target_variance * (1 - batch.terminated)
     # SUNRISE and UWAC weigh by the variance at (s', a') itself.
-    variance = target_variance if args.weighting == "biv" else next_variance
+    variance = next_variance if args.weighting in ("sunrise", "uwac") else target_variance
     weight, xi = sample_weights(variance, mask, args)  # (N, K), (N, 1)
     # Lines 16 and 25: both twins' predictions at (s, a), and the loss.
     mean, log_variance = agent.critic.mean_and_log_variance(batch.observation, batch.action)  # each (N, 2, K)
-    squared_error = (mean - target.unsqueeze(1)) ** 2
+    squared_error = (mean - target.unsqueeze(-2)) ** 2
     biv = (weight.unsqueeze(1) * squared_error).sum()  # Eq. 1
     if args.variance_heads:
         attenuation = loss_attenuation(squared_error, log_variance, mask.unsqueeze(1))  # Eq. 3
@@ -430,8 +443,9 @@ def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, a
 
 
 def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """A gradient step of the optimiser's own parameters. No others get gradients: an actor's loss holds critics."""
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward(inputs=optimizer.param_groups[0]["params"])
     optimizer.step()
 
 
@@ -444,13 +458,11 @@ def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor
 
 def ivsac_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict, dict, dict]:
     """A gradient step for every member; they share no parameters (Alg. 3, lines 13-27)."""
-    mask = batch.mask.T  # line 21: (N, K)
+    mask = batch.mask.T  # line 21: (N, K), stored as (K, N)
     alpha = agent.temperature.log_alpha.detach().exp()  # (N, 1)
     target, next_variance = ivsac_targets(agent, batch, alpha, args)
-    agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
     actor_loss, actor_tensors = ivsac_actor_loss(agent, batch, mask, alpha, args)
     minimize(agent.actor_optimizer, actor_loss)  # line 23
-    agent.critic.requires_grad_(True)
     # Not in the box: SAC's temperature.
     alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], mask, batch.action.shape[-1])
     if args.autotune:
@@ -486,23 +498,26 @@ def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def ucb_action(agent: Agent, observation: np.ndarray, episode_member: int, args: Args) -> tuple[np.ndarray, int, float]:
-    """The action of the member with the highest UCB, that member and its spread (Alg. 3, lines 4-5).
+def ucb_action(
+    agent: Agent, observation: np.ndarray, episode_member: int, args: Args
+) -> tuple[np.ndarray, dict[str, float]]:
+    """The action of the member with the highest UCB, and what is logged of the choice (Alg. 3, lines 4-5).
 
     With --ucb 0 it is the member drawn for the episode (App. B).
     """
     state = to_batch(observation, agent.buffer.device)  # (1, inputs)
     actions = agent.actor.sample(state)[0].squeeze(1)  # (N, A)
-    q_values = agent.critic(state, actions)  # both twins of every member, at each action: (N, 2, N)
+    q_values = agent.critic(state, actions)  # the N actions in the place of K samples: (N, 2, N)
     std, mean = torch.std_mean(q_values, (0, 1), unbiased=False)  # over the means of all 2N critics (App. A.4): (N,)
     if args.ucb > 0:
         member = int((mean + args.ucb * std).argmax())
     else:
         member = episode_member
-    return actions[member].cpu().numpy(), member, std[member].item()
+    choice = {"exploration/ucb_std": std[member].item(), "exploration/acting_member": member}
+    return actions[member].cpu().numpy(), choice
 
 
-MAX_ACTION = 1e18  # so that its square is finite in single precision
+MAX_ACTION = 1e18  # environments may punish its square, which is to be finite in single precision
 
 
 def scaled_actions(env: gym.Env) -> gym.Env:
@@ -536,7 +551,7 @@ def train(args: Args) -> Path:
     """Algorithm 3, line by line; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = Agent(env.observation_space, env.action_space, args)
+        agent = IVSAC(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
         sample_size = round(args.batch_size / args.mask_prob)  # K: about batch_size of them survive a member's mask
         num_updates = round(args.rollout_length * args.updates_per_step)
@@ -554,10 +569,9 @@ def train(args: Args) -> Path:
                 # Lines 4-6: act.
                 if run.global_step <= args.learning_starts:
                     action = rng.uniform(-1, 1, env.action_space.shape).astype(np.float32)
-                    member = episode_member
-                    ucb_std = 0.0
+                    choice = {}
                 else:
-                    action, member, ucb_std = ucb_action(agent, observation, episode_member, args)
+                    action, choice = ucb_action(agent, observation, episode_member, args)
                 next_observation, reward, terminated, truncated, _ = env.step(action)
                 done = terminated or truncated
                 episodic_return += reward
@@ -578,12 +592,11 @@ def train(args: Args) -> Path:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(sample_size, rng)  # line 12
                         losses, critic_tensors, actor_tensors = ivsac_update(agent, batch, args)  # lines 13-27
-                        require_finite("a loss", sum(losses.values()).item())
+                        require_finite("a loss", sum(losses.values()).item())  # what is not finite survives a sum
                         steps_to_learn = args.rollout_length * (num_updates - update - 1) / num_updates
                         run.show_progress(steps_to_learn)
                     if run.global_step % args.log_every == 0:
-                        row = {"exploration/ucb_std": ucb_std, "exploration/acting_member": member}
-                        run.log(ivsac_metrics(losses, critic_tensors, actor_tensors) | row)
+                        run.log(ivsac_metrics(losses, critic_tensors, actor_tensors) | choice)
                 if args.eval_every and run.global_step % args.eval_every == 0:
                     run.log(run.evaluation_row(agent, run.global_step))
                 run.show_progress(run.global_step % args.rollout_length)
@@ -609,7 +622,8 @@ MAY_CHANGE = {
     *("exp_name", "run_name", "runs_dir", "checkpoint_every", "checkpoint_minutes", "resume"),
     *("evaluate", "eval_episodes", "capture_video", "track", "wandb_project_name", "wandb_entity"),
 }
-# The smallest and the largest value of the arguments that are not like most: whole numbers from 1, others from 0.
+# The smallest and the largest value of arguments, some of them of other scripts. Those that are not listed begin at 1,
+# if they are whole numbers, or else at 0, and end at 1e12.
 RANGES = {
     **dict.fromkeys(("gamma", "tau", "start_epsilon", "end_epsilon", "epsilon_decay", "mebs_ratio"), (0, 1)),
     **dict.fromkeys(("seed", "env_seed", "learning_starts", "eval_every"), (0, 10**12)),
@@ -689,7 +703,7 @@ def is_of_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(is_of_type(item, get_args(kind)[0]) for item in value)
     if float in (kind, *get_args(kind)):
         kind = kind | int
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -739,9 +753,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A run's config.json; arguments that it does not know have their defaults."""
     with refusing(f"{folder} holds no run"):
         config = json.loads((folder / "config.json").read_text())
-        known = asdict(Args())
-        args = known | {name: value for name, value in config["args"].items() if name in known}
-        return config | {"args": args | {"env_kwargs": tuple(args["env_kwargs"])}}  # which JSON has as a list
+        args = asdict(Args())
+        for name, value in config["args"].items():
+            if name in args:
+                args[name] = tuple(value) if isinstance(value, list) else value  # JSON knows no tuples
+        return config | {"args": args}
 
 
 @dataclass
@@ -778,9 +794,11 @@ def parse_command_line() -> Args:
 
 
 # ---------------------------------------------------------------------------- environments
-def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
+def make_env(env_id: str, args: Args, with_video: bool = False) -> gym.Env:
     """The environment, with flat observations, actions of the script's kind, and an error at what is not finite."""
-    kwargs |= read_env_kwargs(args)
+    kwargs = read_env_kwargs(args)
+    if with_video:
+        kwargs["render_mode"] = "rgb_array"
     with refusing(f"the environment {env_id} cannot be made"):
         env = gym.make(env_id, **kwargs)
         num_inputs = gym.spaces.flatdim(env.observation_space)
@@ -795,12 +813,12 @@ def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
         return adapt_actions(env)
 
 
-def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
+def try_out(env_id: str, args: Args, with_video: bool = False) -> None:
     """Refuses an environment that cannot be stepped, and warns of one that an exact --resume cannot be had in."""
     beginnings = []
-    asked = "run with --capture-video" if kwargs else "run"
+    asked = "run with --capture-video" if with_video else "run"
     with refusing(f"the environment {env_id} cannot be {asked}"):
-        env = make_env(env_id, args, **kwargs)
+        env = make_env(env_id, args, with_video)
         for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's are not
             env.action_space.seed(0)
             observations = [env.reset(seed=0)[0]]
@@ -810,7 +828,7 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
                 if terminated or truncated:
                     break
             beginnings.append(np.array(observations))
-        if kwargs:
+        if with_video:
             import moviepy  # noqa: F401
 
             if np.ndim(env.render()) != 3:
@@ -821,13 +839,13 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------- device and files
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any]:
-    """Gives the agent those of its parts that are of a kind as a checkpoint has them; returns the checkpoint."""
+    """Loads the agent's parts of a kind (all, or only networks) from a run's checkpoint, and returns the checkpoint."""
     path = folder / "checkpoint.pt"
     with refusing(f"{path} cannot be loaded"):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file
@@ -843,11 +861,13 @@ def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
-    assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
-    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"]]
+    if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
+        raise ValueError("it has other settings")
+    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"] if p.requires_grad]
     states = saved["state"].values()  # none before the first update
     found = [(state["step"].shape, state["exp_avg"].shape, state["exp_avg_sq"].shape) for state in states]
-    assert found in ([], expected)
+    if found not in ([], expected):
+        raise ValueError("its moments are not those of the networks")
 
 
 @contextmanager
@@ -917,12 +937,11 @@ class Run:
             if not args.evaluate:
                 self.check_same_run()
             eval_env_id = args.eval_env_id or args.env_id
-            video = {"render_mode": "rgb_array"} if args.capture_video else {}
             if eval_env_id != args.env_id:
                 try_out(args.env_id, args)
-            try_out(eval_env_id, args, **video)
+            try_out(eval_env_id, args, args.capture_video)
             self.env = stack.enter_context(make_env(args.env_id, args))
-            self.eval_env = stack.enter_context(make_env(eval_env_id, args, **video))
+            self.eval_env = stack.enter_context(make_env(eval_env_id, args, args.capture_video))
             spaces = (self.env.observation_space.shape, self.env.action_space)
             if (self.eval_env.observation_space.shape, self.eval_env.action_space) != spaces:
                 raise RunError(f"--eval-env-id {eval_env_id} has other spaces than --env-id {args.env_id}")
@@ -949,7 +968,7 @@ class Run:
         # A mistake in the algorithm, found while it runs, keeps its traceback. An exit would look like a good end.
         needs_telling = not has_begun or is_out_of_memory or isinstance(error, SystemExit)
         if isinstance(error, Exception | SystemExit) and needs_telling and not is_told:
-            place = traceback.extract_tb(frames)[-1]
+            place = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename).name == SCRIPT][-1]
             hint = "--buffer-size, --batch-size, --hidden-size, --num-nets: too large? " if is_out_of_memory else ""
             text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
             raise RunError(text, code=1 if has_begun else 2) from error
@@ -982,7 +1001,7 @@ class Run:
         if saved.get("script") != SCRIPT:
             raise RunError(f"{self.folder} is a run of {saved.get('script')}, not of {SCRIPT}")
         for name, value in asdict(self.args).items():
-            before = saved["args"][name]
+            before = saved["args"].get(name, getattr(Args(), name))
             if name not in MAY_CHANGE and before != value:
                 raise RunError(f"{self.folder / file} has {name} {before}, and cannot be resumed with {value}")
 
@@ -1004,7 +1023,7 @@ class Run:
         if not self.is_over():
             self.save_config("running")
             print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
-        self.start_step = self.saved_step = self.global_step
+        self.saved_step = self.global_step
         self.start_time = self.saved_time = time.time()
         bar = tqdm(
             total=args.total_timesteps,
@@ -1072,6 +1091,7 @@ class Run:
 
     def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
+        # The 1 makes other seeds than those of the training episodes.
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
         self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
@@ -1115,7 +1135,7 @@ class Run:
             self.bar.total = min(self.args.total_timesteps, expected_steps)
 
     def show_progress(self, steps_to_learn: float = 0) -> None:
-        """Moves the bar to the last step that has been learned from."""
+        """Moves the bar to the last step that has been learned from: of a rollout, SAC learns when it is complete."""
         self.bar.update(self.global_step - int(steps_to_learn) - self.bar.n)
         if self.notice:
             tqdm.write(self.notice, file=sys.stderr)

@@ -44,14 +44,14 @@ from tqdm import tqdm
 
 @dataclass
 class SACArgs:
-    """The algorithm; where the paper has a symbol, the comment begins with it."""
+    """The algorithm. A comment begins with the paper's symbol, where that is not the name itself."""
 
     env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions
     total_timesteps: int = 200_000  # environment steps after which the run ends
     total_episodes: int | None = None  # training episodes after which the run ends, if it has not before
     eval_every: int = 1000  # environment steps between two evaluation episodes (0: never)
     hidden_size: int = 256  # width of the two hidden layers
-    buffer_size: int = 1_000_000  # capacity of the replay buffer B
+    buffer_size: int = 1_000_000  # B: capacity of the replay buffer
     learning_starts: int = 1000  # environment steps, with random actions, before the first update
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
@@ -65,7 +65,7 @@ class SACArgs:
     tau: float = 0.005  # rate of the soft target update
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
-    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of torch's float32 products (docs/speed.md)
+    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of float32 matrix products (docs/speed.md)
 
 
 AlgorithmArgs = SACArgs  # for the machinery below, which adds the run's arguments and calls all of them Args
@@ -76,9 +76,9 @@ def mlp(num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
     """A network with two hidden ReLU layers."""
     return nn.Sequential(
         nn.Linear(num_inputs, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         nn.Linear(hidden_size, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         nn.Linear(hidden_size, num_outputs),
     )
 
@@ -132,7 +132,7 @@ class Temperature(nn.Module):
 
     def __init__(self, num_nets: int, args: Args):
         super().__init__()
-        start = 0.0 if args.autotune else math.log(args.alpha)
+        start = 0.0 if args.autotune else math.log(args.alpha)  # tuning begins with alpha = 1, as in rlkit
         self.log_alpha = nn.Parameter(torch.full((num_nets, 1), start))
 
 
@@ -140,7 +140,7 @@ class Temperature(nn.Module):
 class ReplayBuffer:
     """A ring of transitions, with one array for each field, sampled uniformly with replacement."""
 
-    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray):
+    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray | np.generic):
         """The example is a transition whose values do not matter, only their names, shapes and types."""
         self.arrays = {name: np.zeros((capacity, *value.shape), value.dtype) for name, value in example.items()}
         self.capacity = capacity
@@ -168,16 +168,18 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size = state["size"]
         self.position = state["position"]
-        assert 0 <= self.position < self.capacity
+        if not 0 <= self.position < self.capacity:
+            raise ValueError(f"position is {self.position}")
         for name, array in self.arrays.items():
             saved = state["arrays"][name].numpy()
-            assert saved.shape == array[: self.size].shape
+            if saved.shape != array[: self.size].shape:
+                raise ValueError(f"{name} is {saved.shape}")
             array[: self.size] = saved
 
 
 # ---------------------------------------------------------------------------- the agent
 class SAC:
-    """What learns and is saved: networks, optimisers, replay buffer."""
+    """What learns: networks, optimisers, replay buffer. Every attribute is saved, by its state_dict."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Box, args: Args):
         num_inputs = observation_space.shape[0]
@@ -202,7 +204,7 @@ class SAC:
         )
 
     @torch.no_grad()
-    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
+    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:  # DQN breaks ties by it
         """The policy's deterministic action."""
         action = self.actor.mode(to_batch(observation, self.buffer.device))  # (1, A)
         return action.squeeze(0).cpu().numpy()
@@ -218,7 +220,7 @@ def sac_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args)
     # Lines 15 and 17. The lower twin and the entropy are SAC's (App. A.4).
     next_action, next_log_prob = agent.actor.sample(batch.next_observation)
     next_q_values = agent.target_critic(batch.next_observation, next_action)  # (2, K)
-    next_value = next_q_values.amin(0) - alpha * next_log_prob
+    next_value = next_q_values.amin(-2) - alpha * next_log_prob
     target = batch.reward + args.gamma * (1 - batch.terminated) * next_value
     return target
 
@@ -228,7 +230,7 @@ def sac_actor_loss(agent: Agent, batch: SimpleNamespace, alpha: Tensor) -> tuple
     action, log_prob = agent.actor.sample(batch.observation)
     q_values = agent.critic(batch.observation, action)  # (2, K)
     # Line 23.
-    loss = (alpha * log_prob - q_values.amin(0)).mean()
+    loss = (alpha * log_prob - q_values.amin(-2)).mean()
     return loss, {"log_prob": log_prob.detach()}
 
 
@@ -236,7 +238,7 @@ def sac_critic_loss(agent: Agent, batch: SimpleNamespace, target: Tensor) -> tup
     """The mean squared error, summed over the twins (Alg. 3, lines 16 and 25)."""
     # Lines 16 and 25: both twins' predictions at (s, a), and the loss.
     mean = agent.critic(batch.observation, batch.action)  # (2, K)
-    squared_error = (mean - target) ** 2
+    squared_error = (mean - target.unsqueeze(-2)) ** 2
     loss = squared_error.mean(-1).sum()
     return loss, {"mean": mean}
 
@@ -248,8 +250,9 @@ def single_temperature_loss(temperature: Temperature, log_prob: Tensor, action_s
 
 
 def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """A gradient step of the optimiser's own parameters. No others get gradients: an actor's loss holds critics."""
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward(inputs=optimizer.param_groups[0]["params"])
     optimizer.step()
 
 
@@ -264,10 +267,8 @@ def sac_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict, 
     """A gradient step (Alg. 3, lines 13-27)."""
     alpha = agent.temperature.log_alpha.detach().exp().squeeze()
     target = sac_targets(agent, batch, alpha, args)
-    agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
     actor_loss, actor_tensors = sac_actor_loss(agent, batch, alpha)
     minimize(agent.actor_optimizer, actor_loss)  # line 23
-    agent.critic.requires_grad_(True)
     # Not in the box: SAC's temperature.
     alpha_loss = single_temperature_loss(agent.temperature, actor_tensors["log_prob"], batch.action.shape[-1])
     if args.autotune:
@@ -299,7 +300,7 @@ def policy_action(agent: Agent, observation: np.ndarray) -> np.ndarray:
     return action.squeeze(0).cpu().numpy()
 
 
-MAX_ACTION = 1e18  # so that its square is finite in single precision
+MAX_ACTION = 1e18  # environments may punish its square, which is to be finite in single precision
 
 
 def scaled_actions(env: gym.Env) -> gym.Env:
@@ -333,7 +334,7 @@ def train(args: Args) -> Path:
     """Soft actor-critic, in the order of Algorithm 3; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = Agent(env.observation_space, env.action_space, args)
+        agent = SAC(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
         num_updates = round(args.rollout_length * args.updates_per_step)
         if num_updates == 0:
@@ -370,7 +371,7 @@ def train(args: Args) -> Path:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(args.batch_size, rng)  # line 12
                         losses, critic_tensors = sac_update(agent, batch, args)  # lines 13-27
-                        require_finite("a loss", sum(losses.values()).item())
+                        require_finite("a loss", sum(losses.values()).item())  # what is not finite survives a sum
                         steps_to_learn = args.rollout_length * (num_updates - update - 1) / num_updates
                         run.show_progress(steps_to_learn)
                     if run.global_step % args.log_every == 0:
@@ -400,7 +401,8 @@ MAY_CHANGE = {
     *("exp_name", "run_name", "runs_dir", "checkpoint_every", "checkpoint_minutes", "resume"),
     *("evaluate", "eval_episodes", "capture_video", "track", "wandb_project_name", "wandb_entity"),
 }
-# The smallest and the largest value of the arguments that are not like most: whole numbers from 1, others from 0.
+# The smallest and the largest value of arguments, some of them of other scripts. Those that are not listed begin at 1,
+# if they are whole numbers, or else at 0, and end at 1e12.
 RANGES = {
     **dict.fromkeys(("gamma", "tau", "start_epsilon", "end_epsilon", "epsilon_decay", "mebs_ratio"), (0, 1)),
     **dict.fromkeys(("seed", "env_seed", "learning_starts", "eval_every"), (0, 10**12)),
@@ -480,7 +482,7 @@ def is_of_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(is_of_type(item, get_args(kind)[0]) for item in value)
     if float in (kind, *get_args(kind)):
         kind = kind | int
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -530,9 +532,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A run's config.json; arguments that it does not know have their defaults."""
     with refusing(f"{folder} holds no run"):
         config = json.loads((folder / "config.json").read_text())
-        known = asdict(Args())
-        args = known | {name: value for name, value in config["args"].items() if name in known}
-        return config | {"args": args | {"env_kwargs": tuple(args["env_kwargs"])}}  # which JSON has as a list
+        args = asdict(Args())
+        for name, value in config["args"].items():
+            if name in args:
+                args[name] = tuple(value) if isinstance(value, list) else value  # JSON knows no tuples
+        return config | {"args": args}
 
 
 @dataclass
@@ -569,9 +573,11 @@ def parse_command_line() -> Args:
 
 
 # ---------------------------------------------------------------------------- environments
-def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
+def make_env(env_id: str, args: Args, with_video: bool = False) -> gym.Env:
     """The environment, with flat observations, actions of the script's kind, and an error at what is not finite."""
-    kwargs |= read_env_kwargs(args)
+    kwargs = read_env_kwargs(args)
+    if with_video:
+        kwargs["render_mode"] = "rgb_array"
     with refusing(f"the environment {env_id} cannot be made"):
         env = gym.make(env_id, **kwargs)
         num_inputs = gym.spaces.flatdim(env.observation_space)
@@ -586,12 +592,12 @@ def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
         return adapt_actions(env)
 
 
-def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
+def try_out(env_id: str, args: Args, with_video: bool = False) -> None:
     """Refuses an environment that cannot be stepped, and warns of one that an exact --resume cannot be had in."""
     beginnings = []
-    asked = "run with --capture-video" if kwargs else "run"
+    asked = "run with --capture-video" if with_video else "run"
     with refusing(f"the environment {env_id} cannot be {asked}"):
-        env = make_env(env_id, args, **kwargs)
+        env = make_env(env_id, args, with_video)
         for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's are not
             env.action_space.seed(0)
             observations = [env.reset(seed=0)[0]]
@@ -601,7 +607,7 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
                 if terminated or truncated:
                     break
             beginnings.append(np.array(observations))
-        if kwargs:
+        if with_video:
             import moviepy  # noqa: F401
 
             if np.ndim(env.render()) != 3:
@@ -612,13 +618,13 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------- device and files
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any]:
-    """Gives the agent those of its parts that are of a kind as a checkpoint has them; returns the checkpoint."""
+    """Loads the agent's parts of a kind (all, or only networks) from a run's checkpoint, and returns the checkpoint."""
     path = folder / "checkpoint.pt"
     with refusing(f"{path} cannot be loaded"):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file
@@ -634,11 +640,13 @@ def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
-    assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
-    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"]]
+    if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
+        raise ValueError("it has other settings")
+    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"] if p.requires_grad]
     states = saved["state"].values()  # none before the first update
     found = [(state["step"].shape, state["exp_avg"].shape, state["exp_avg_sq"].shape) for state in states]
-    assert found in ([], expected)
+    if found not in ([], expected):
+        raise ValueError("its moments are not those of the networks")
 
 
 @contextmanager
@@ -708,12 +716,11 @@ class Run:
             if not args.evaluate:
                 self.check_same_run()
             eval_env_id = args.eval_env_id or args.env_id
-            video = {"render_mode": "rgb_array"} if args.capture_video else {}
             if eval_env_id != args.env_id:
                 try_out(args.env_id, args)
-            try_out(eval_env_id, args, **video)
+            try_out(eval_env_id, args, args.capture_video)
             self.env = stack.enter_context(make_env(args.env_id, args))
-            self.eval_env = stack.enter_context(make_env(eval_env_id, args, **video))
+            self.eval_env = stack.enter_context(make_env(eval_env_id, args, args.capture_video))
             spaces = (self.env.observation_space.shape, self.env.action_space)
             if (self.eval_env.observation_space.shape, self.eval_env.action_space) != spaces:
                 raise RunError(f"--eval-env-id {eval_env_id} has other spaces than --env-id {args.env_id}")
@@ -740,7 +747,7 @@ class Run:
         # A mistake in the algorithm, found while it runs, keeps its traceback. An exit would look like a good end.
         needs_telling = not has_begun or is_out_of_memory or isinstance(error, SystemExit)
         if isinstance(error, Exception | SystemExit) and needs_telling and not is_told:
-            place = traceback.extract_tb(frames)[-1]
+            place = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename).name == SCRIPT][-1]
             hint = "--buffer-size, --batch-size, --hidden-size, --num-nets: too large? " if is_out_of_memory else ""
             text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
             raise RunError(text, code=1 if has_begun else 2) from error
@@ -773,7 +780,7 @@ class Run:
         if saved.get("script") != SCRIPT:
             raise RunError(f"{self.folder} is a run of {saved.get('script')}, not of {SCRIPT}")
         for name, value in asdict(self.args).items():
-            before = saved["args"][name]
+            before = saved["args"].get(name, getattr(Args(), name))
             if name not in MAY_CHANGE and before != value:
                 raise RunError(f"{self.folder / file} has {name} {before}, and cannot be resumed with {value}")
 
@@ -795,7 +802,7 @@ class Run:
         if not self.is_over():
             self.save_config("running")
             print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
-        self.start_step = self.saved_step = self.global_step
+        self.saved_step = self.global_step
         self.start_time = self.saved_time = time.time()
         bar = tqdm(
             total=args.total_timesteps,
@@ -863,6 +870,7 @@ class Run:
 
     def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
+        # The 1 makes other seeds than those of the training episodes.
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
         self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
@@ -906,7 +914,7 @@ class Run:
             self.bar.total = min(self.args.total_timesteps, expected_steps)
 
     def show_progress(self, steps_to_learn: float = 0) -> None:
-        """Moves the bar to the last step that has been learned from."""
+        """Moves the bar to the last step that has been learned from: of a rollout, SAC learns when it is complete."""
         self.bar.update(self.global_step - int(steps_to_learn) - self.bar.n)
         if self.notice:
             tqdm.write(self.notice, file=sys.stderr)

@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 @dataclass
 class SunriseSACArgs:
-    """The algorithm; where the paper has a symbol, the comment begins with it."""
+    """The algorithm. A comment begins with the paper's symbol, where that is not the name itself."""
 
     env_id: str = "Walker2d-v5"  # gymnasium id of the environment: continuous actions
     total_timesteps: int = 200_000  # environment steps after which the run ends
@@ -52,11 +52,11 @@ class SunriseSACArgs:
     eval_every: int = 1000  # environment steps between two evaluation episodes (0: never)
     num_nets: int = 5  # N: members of the ensemble (1: without mask)
     hidden_size: int = 256  # width of the two hidden layers
-    buffer_size: int = 1_000_000  # capacity of the replay buffer B
+    buffer_size: int = 1_000_000  # B: capacity of the replay buffer
     learning_starts: int = 1000  # environment steps, with random actions, before the first update
     rollout_length: int = 1000  # environment steps collected between two rounds of updates
     updates_per_step: float = 1.0  # gradient steps for each step collected
-    batch_size: int = 512  # effective minibatch size (App. B): K = batch_size / p_m samples are drawn, and masked
+    batch_size: int = 512  # samples that survive a member's mask, on average: K = batch_size / p_m are drawn
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 3e-4  # learning rate of the critics
     alpha_lr: float = 3e-4  # learning rate of alpha
@@ -69,7 +69,7 @@ class SunriseSACArgs:
     sunrise_temperature: float = 20.0  # T: temperature of the SUNRISE weights
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = torch.get_num_threads()  # CPU threads of torch
-    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of torch's float32 products (docs/speed.md)
+    matmul_precision: Literal["highest", "high", "medium"] = "medium"  # of float32 matrix products (docs/speed.md)
 
     def __post_init__(self) -> None:
         if self.num_nets == 1:  # App. A.3, said there of IV-DQN: a mask makes no sense for a single network
@@ -84,9 +84,9 @@ def mlp(num_inputs: int, hidden_size: int, num_outputs: int) -> nn.Sequential:
     """A network with two hidden ReLU layers."""
     return nn.Sequential(
         nn.Linear(num_inputs, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         nn.Linear(hidden_size, hidden_size),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         nn.Linear(hidden_size, num_outputs),
     )
 
@@ -122,7 +122,7 @@ class EnsemblePolicy(nn.Module):
 
 
 def critic_inputs(observation: Tensor, action: Tensor) -> Tensor:
-    """Observations (K, inputs) beside each of the actions (..., K, A): (..., K, inputs + A)."""
+    """Observations (K, inputs), or one (1, inputs), beside each of the actions (..., K, A): (..., K, inputs + A)."""
     return torch.cat((observation.expand(*action.shape[:-1], -1), action), -1)
 
 
@@ -151,7 +151,7 @@ class Temperature(nn.Module):
 
     def __init__(self, num_nets: int, args: Args):
         super().__init__()
-        start = 0.0 if args.autotune else math.log(args.alpha)
+        start = 0.0 if args.autotune else math.log(args.alpha)  # tuning begins with alpha = 1, as in rlkit
         self.log_alpha = nn.Parameter(torch.full((num_nets, 1), start))
 
 
@@ -159,7 +159,7 @@ class Temperature(nn.Module):
 class ReplayBuffer:
     """A ring of transitions, with one array for each field, sampled uniformly with replacement."""
 
-    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray):
+    def __init__(self, capacity: int, device: torch.device, **example: np.ndarray | np.generic):
         """The example is a transition whose values do not matter, only their names, shapes and types."""
         self.arrays = {name: np.zeros((capacity, *value.shape), value.dtype) for name, value in example.items()}
         self.capacity = capacity
@@ -187,16 +187,18 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size = state["size"]
         self.position = state["position"]
-        assert 0 <= self.position < self.capacity
+        if not 0 <= self.position < self.capacity:
+            raise ValueError(f"position is {self.position}")
         for name, array in self.arrays.items():
             saved = state["arrays"][name].numpy()
-            assert saved.shape == array[: self.size].shape
+            if saved.shape != array[: self.size].shape:
+                raise ValueError(f"{name} is {saved.shape}")
             array[: self.size] = saved
 
 
 # ---------------------------------------------------------------------------- the agent
 class SunriseSAC:
-    """What learns and is saved: networks, optimisers, replay buffer."""
+    """What learns: networks, optimisers, replay buffer. Every attribute is saved, by its state_dict."""
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.spaces.Box, args: Args):
         num_inputs = observation_space.shape[0]
@@ -222,7 +224,7 @@ class SunriseSAC:
         )
 
     @torch.no_grad()
-    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:
+    def evaluation_action(self, observation: np.ndarray, _: np.random.Generator) -> np.ndarray:  # DQN breaks ties by it
         """The average of the members' deterministic actions (App. A.4)."""
         actions = self.actor.mode(to_batch(observation, self.buffer.device))  # (N, 1, A)
         return actions.mean(0).squeeze(0).cpu().numpy()
@@ -233,7 +235,7 @@ Agent = SunriseSAC  # for the machinery below
 
 # ---------------------------------------------------------------------------- uncertainty
 def sunrise_weights(variance: Tensor, temperature: float) -> Tensor:
-    """sigmoid(-std T) + 0.5 (Eq. 18): lower where the values spread more."""
+    """sigmoid(-std T) + 0.5 (Eq. 18, whose 1/K is for both terms): lower where the values spread more."""
     return torch.sigmoid(-variance.sqrt() * temperature) + 0.5
 
 
@@ -244,43 +246,42 @@ def uniform_weights(mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sunrise_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, Tensor, Tensor]:
-    """Each member's targets (Alg. 3, lines 15 and 17), their weights, and the critics' variance: three of (N, K)."""
+def sunrise_targets(agent: Agent, batch: SimpleNamespace, alpha: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+    """Each member's targets, and the variance of the prediction in them (Alg. 3, lines 15 and 17): two of (N, K)."""
     # Lines 15 and 17: each member's own a'. The lower twin and the entropy are SAC's (App. A.4).
     next_action, next_log_prob = agent.actor.sample(batch.next_observation)
     # All 2N target critics at each member's a': (member, N, 2, K).
     all_q_values = torch.stack([agent.target_critic(batch.next_observation, action) for action in next_action])
     next_q_values = torch.stack([q_values[member] for member, q_values in enumerate(all_q_values)])  # (N, 2, K)
-    next_value = next_q_values.amin(1) - alpha * next_log_prob
+    next_value = next_q_values.amin(-2) - alpha * next_log_prob
     target = batch.reward + args.gamma * (1 - batch.terminated) * next_value
     by_critic = all_q_values.flatten(1, 2).transpose(0, 1)  # (2N, member, K)
     next_variance = by_critic.var(0, unbiased=False)  # (member, K)
-    target_weight = sunrise_weights(next_variance, args.sunrise_temperature)
-    return target, target_weight, next_variance
+    return target, next_variance
 
 
-def sunrise_actor_loss(
+def ensemble_actor_loss(
     agent: Agent, batch: SimpleNamespace, mask: Tensor, alpha: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """SAC's actor loss, summed over the members (Alg. 3, lines 21 and 23)."""
     action, log_prob = agent.actor.sample(batch.observation)
     q_values = agent.critic(batch.observation, action)  # (N, 2, K)
-    weight = uniform_weights(mask)
+    weight = uniform_weights(mask)  # (N, K)
     # Line 23.
-    loss = (weight * (alpha * log_prob - q_values.amin(1))).sum()
+    loss = (weight * (alpha * log_prob - q_values.amin(-2))).sum()
     return loss, {"log_prob": log_prob.detach()}
 
 
 def sunrise_critic_loss(
-    agent: Agent, batch: SimpleNamespace, mask: Tensor, target: Tensor, target_weight: Tensor
+    agent: Agent, batch: SimpleNamespace, mask: Tensor, target: Tensor, next_variance: Tensor, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The weighted squared error of both twins, summed over the members (Alg. 3, lines 16, 21 and 25)."""
-    weight = uniform_weights(mask) * target_weight  # (N, K)
+    weight = uniform_weights(mask) * sunrise_weights(next_variance, args.sunrise_temperature)  # (N, K)
     # Lines 16 and 25: both twins' predictions at (s, a), and the loss.
     mean = agent.critic(batch.observation, batch.action)  # (N, 2, K)
-    squared_error = (mean - target.unsqueeze(1)) ** 2
+    squared_error = (mean - target.unsqueeze(-2)) ** 2
     loss = (weight.unsqueeze(1) * squared_error).sum()
-    return loss, {"mean": mean, "weight": weight}
+    return loss, {"mean": mean, "variance": next_variance, "weight": weight}
 
 
 def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, action_size: int) -> Tensor:
@@ -290,8 +291,9 @@ def temperature_loss(temperature: Temperature, log_prob: Tensor, mask: Tensor, a
 
 
 def minimize(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """A gradient step of the optimiser's own parameters. No others get gradients: an actor's loss holds critics."""
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward(inputs=optimizer.param_groups[0]["params"])
     optimizer.step()
 
 
@@ -304,22 +306,20 @@ def soft_update(target_parameters: Iterable[Tensor], parameters: Iterable[Tensor
 
 def sunrise_update(agent: Agent, batch: SimpleNamespace, args: Args) -> tuple[dict, dict]:
     """A gradient step for every member; they share no parameters (Alg. 3, lines 13-27)."""
-    mask = batch.mask.T  # line 21: (N, K)
+    mask = batch.mask.T  # line 21: (N, K), stored as (K, N)
     alpha = agent.temperature.log_alpha.detach().exp()  # (N, 1)
-    target, target_weight, next_variance = sunrise_targets(agent, batch, alpha, args)
-    agent.critic.requires_grad_(False)  # the actor's step changes no critic: no need for their gradients
-    actor_loss, actor_tensors = sunrise_actor_loss(agent, batch, mask, alpha)
+    target, next_variance = sunrise_targets(agent, batch, alpha, args)
+    actor_loss, actor_tensors = ensemble_actor_loss(agent, batch, mask, alpha)
     minimize(agent.actor_optimizer, actor_loss)  # line 23
-    agent.critic.requires_grad_(True)
     # Not in the box: SAC's temperature.
     alpha_loss = temperature_loss(agent.temperature, actor_tensors["log_prob"], mask, batch.action.shape[-1])
     if args.autotune:
         minimize(agent.alpha_optimizer, alpha_loss)
-    critic_loss, critic_tensors = sunrise_critic_loss(agent, batch, mask, target, target_weight)
+    critic_loss, critic_tensors = sunrise_critic_loss(agent, batch, mask, target, next_variance, args)
     minimize(agent.critic_optimizer, critic_loss)  # line 25
     soft_update(agent.target_critic.parameters(), agent.critic.parameters(), args.tau)  # line 26
     losses = {"critic": critic_loss, "actor": actor_loss, "alpha_loss": alpha_loss, "alpha": alpha.mean()}
-    return losses, critic_tensors | {"variance": next_variance}
+    return losses, critic_tensors
 
 
 def sunrise_metrics(losses: dict, critic_tensors: dict) -> dict[str, float]:
@@ -339,23 +339,26 @@ def to_batch(observation: np.ndarray, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def ucb_action(agent: Agent, observation: np.ndarray, episode_member: int, args: Args) -> tuple[np.ndarray, int, float]:
-    """The action of the member with the highest UCB, that member and its spread (Alg. 3, lines 4-5).
+def ucb_action(
+    agent: Agent, observation: np.ndarray, episode_member: int, args: Args
+) -> tuple[np.ndarray, dict[str, float]]:
+    """The action of the member with the highest UCB, and what is logged of the choice (Alg. 3, lines 4-5).
 
     With --ucb 0 it is the member drawn for the episode (App. B).
     """
     state = to_batch(observation, agent.buffer.device)  # (1, inputs)
     actions = agent.actor.sample(state)[0].squeeze(1)  # (N, A)
-    q_values = agent.critic(state, actions)  # both twins of every member, at each action: (N, 2, N)
+    q_values = agent.critic(state, actions)  # the N actions in the place of K samples: (N, 2, N)
     std, mean = torch.std_mean(q_values, (0, 1), unbiased=False)  # over the means of all 2N critics (App. A.4): (N,)
     if args.ucb > 0:
         member = int((mean + args.ucb * std).argmax())
     else:
         member = episode_member
-    return actions[member].cpu().numpy(), member, std[member].item()
+    choice = {"exploration/ucb_std": std[member].item(), "exploration/acting_member": member}
+    return actions[member].cpu().numpy(), choice
 
 
-MAX_ACTION = 1e18  # so that its square is finite in single precision
+MAX_ACTION = 1e18  # environments may punish its square, which is to be finite in single precision
 
 
 def scaled_actions(env: gym.Env) -> gym.Env:
@@ -389,7 +392,7 @@ def train(args: Args) -> Path:
     """Algorithm 3 without lines 18, 19, 22 and 24 (App. A.5), line by line; returns the folder of the run."""
     with Run(args) as run:
         env = run.env
-        agent = Agent(env.observation_space, env.action_space, args)
+        agent = SunriseSAC(env.observation_space, env.action_space, args)
         rng = np.random.default_rng(args.seed)
         sample_size = round(args.batch_size / args.mask_prob)  # K: about batch_size of them survive a member's mask
         num_updates = round(args.rollout_length * args.updates_per_step)
@@ -407,10 +410,9 @@ def train(args: Args) -> Path:
                 # Lines 4-6: act.
                 if run.global_step <= args.learning_starts:
                     action = rng.uniform(-1, 1, env.action_space.shape).astype(np.float32)
-                    member = episode_member
-                    ucb_std = 0.0
+                    choice = {}
                 else:
-                    action, member, ucb_std = ucb_action(agent, observation, episode_member, args)
+                    action, choice = ucb_action(agent, observation, episode_member, args)
                 next_observation, reward, terminated, truncated, _ = env.step(action)
                 done = terminated or truncated
                 episodic_return += reward
@@ -431,12 +433,11 @@ def train(args: Args) -> Path:
                     for update in range(num_updates):
                         batch = agent.buffer.sample(sample_size, rng)  # line 12
                         losses, critic_tensors = sunrise_update(agent, batch, args)  # lines 13-27
-                        require_finite("a loss", sum(losses.values()).item())
+                        require_finite("a loss", sum(losses.values()).item())  # what is not finite survives a sum
                         steps_to_learn = args.rollout_length * (num_updates - update - 1) / num_updates
                         run.show_progress(steps_to_learn)
                     if run.global_step % args.log_every == 0:
-                        row = {"exploration/ucb_std": ucb_std, "exploration/acting_member": member}
-                        run.log(sunrise_metrics(losses, critic_tensors) | row)
+                        run.log(sunrise_metrics(losses, critic_tensors) | choice)
                 if args.eval_every and run.global_step % args.eval_every == 0:
                     run.log(run.evaluation_row(agent, run.global_step))
                 run.show_progress(run.global_step % args.rollout_length)
@@ -462,7 +463,8 @@ MAY_CHANGE = {
     *("exp_name", "run_name", "runs_dir", "checkpoint_every", "checkpoint_minutes", "resume"),
     *("evaluate", "eval_episodes", "capture_video", "track", "wandb_project_name", "wandb_entity"),
 }
-# The smallest and the largest value of the arguments that are not like most: whole numbers from 1, others from 0.
+# The smallest and the largest value of arguments, some of them of other scripts. Those that are not listed begin at 1,
+# if they are whole numbers, or else at 0, and end at 1e12.
 RANGES = {
     **dict.fromkeys(("gamma", "tau", "start_epsilon", "end_epsilon", "epsilon_decay", "mebs_ratio"), (0, 1)),
     **dict.fromkeys(("seed", "env_seed", "learning_starts", "eval_every"), (0, 10**12)),
@@ -542,7 +544,7 @@ def is_of_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(is_of_type(item, get_args(kind)[0]) for item in value)
     if float in (kind, *get_args(kind)):
         kind = kind | int
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -592,9 +594,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A run's config.json; arguments that it does not know have their defaults."""
     with refusing(f"{folder} holds no run"):
         config = json.loads((folder / "config.json").read_text())
-        known = asdict(Args())
-        args = known | {name: value for name, value in config["args"].items() if name in known}
-        return config | {"args": args | {"env_kwargs": tuple(args["env_kwargs"])}}  # which JSON has as a list
+        args = asdict(Args())
+        for name, value in config["args"].items():
+            if name in args:
+                args[name] = tuple(value) if isinstance(value, list) else value  # JSON knows no tuples
+        return config | {"args": args}
 
 
 @dataclass
@@ -631,9 +635,11 @@ def parse_command_line() -> Args:
 
 
 # ---------------------------------------------------------------------------- environments
-def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
+def make_env(env_id: str, args: Args, with_video: bool = False) -> gym.Env:
     """The environment, with flat observations, actions of the script's kind, and an error at what is not finite."""
-    kwargs |= read_env_kwargs(args)
+    kwargs = read_env_kwargs(args)
+    if with_video:
+        kwargs["render_mode"] = "rgb_array"
     with refusing(f"the environment {env_id} cannot be made"):
         env = gym.make(env_id, **kwargs)
         num_inputs = gym.spaces.flatdim(env.observation_space)
@@ -648,12 +654,12 @@ def make_env(env_id: str, args: Args, **kwargs: Any) -> gym.Env:
         return adapt_actions(env)
 
 
-def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
+def try_out(env_id: str, args: Args, with_video: bool = False) -> None:
     """Refuses an environment that cannot be stepped, and warns of one that an exact --resume cannot be had in."""
     beginnings = []
-    asked = "run with --capture-video" if kwargs else "run"
+    asked = "run with --capture-video" if with_video else "run"
     with refusing(f"the environment {env_id} cannot be {asked}"):
-        env = make_env(env_id, args, **kwargs)
+        env = make_env(env_id, args, with_video)
         for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's are not
             env.action_space.seed(0)
             observations = [env.reset(seed=0)[0]]
@@ -663,7 +669,7 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
                 if terminated or truncated:
                     break
             beginnings.append(np.array(observations))
-        if kwargs:
+        if with_video:
             import moviepy  # noqa: F401
 
             if np.ndim(env.render()) != 3:
@@ -674,13 +680,13 @@ def try_out(env_id: str, args: Args, **kwargs: Any) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------- device and files
 def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any]:
-    """Gives the agent those of its parts that are of a kind as a checkpoint has them; returns the checkpoint."""
+    """Loads the agent's parts of a kind (all, or only networks) from a run's checkpoint, and returns the checkpoint."""
     path = folder / "checkpoint.pt"
     with refusing(f"{path} cannot be loaded"):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file
@@ -696,11 +702,13 @@ def load_agent(agent: Agent, folder: Path, kind: type = object) -> dict[str, Any
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Of itself, Adam would take any settings, and begin anew where its moments are missing."""
-    assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
-    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"]]
+    if saved["param_groups"] != optimizer.state_dict()["param_groups"]:
+        raise ValueError("it has other settings")
+    expected = [((), p.shape, p.shape) for p in optimizer.param_groups[0]["params"] if p.requires_grad]
     states = saved["state"].values()  # none before the first update
     found = [(state["step"].shape, state["exp_avg"].shape, state["exp_avg_sq"].shape) for state in states]
-    assert found in ([], expected)
+    if found not in ([], expected):
+        raise ValueError("its moments are not those of the networks")
 
 
 @contextmanager
@@ -770,12 +778,11 @@ class Run:
             if not args.evaluate:
                 self.check_same_run()
             eval_env_id = args.eval_env_id or args.env_id
-            video = {"render_mode": "rgb_array"} if args.capture_video else {}
             if eval_env_id != args.env_id:
                 try_out(args.env_id, args)
-            try_out(eval_env_id, args, **video)
+            try_out(eval_env_id, args, args.capture_video)
             self.env = stack.enter_context(make_env(args.env_id, args))
-            self.eval_env = stack.enter_context(make_env(eval_env_id, args, **video))
+            self.eval_env = stack.enter_context(make_env(eval_env_id, args, args.capture_video))
             spaces = (self.env.observation_space.shape, self.env.action_space)
             if (self.eval_env.observation_space.shape, self.eval_env.action_space) != spaces:
                 raise RunError(f"--eval-env-id {eval_env_id} has other spaces than --env-id {args.env_id}")
@@ -802,7 +809,7 @@ class Run:
         # A mistake in the algorithm, found while it runs, keeps its traceback. An exit would look like a good end.
         needs_telling = not has_begun or is_out_of_memory or isinstance(error, SystemExit)
         if isinstance(error, Exception | SystemExit) and needs_telling and not is_told:
-            place = traceback.extract_tb(frames)[-1]
+            place = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename).name == SCRIPT][-1]
             hint = "--buffer-size, --batch-size, --hidden-size, --num-nets: too large? " if is_out_of_memory else ""
             text = f"{hint}{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
             raise RunError(text, code=1 if has_begun else 2) from error
@@ -835,7 +842,7 @@ class Run:
         if saved.get("script") != SCRIPT:
             raise RunError(f"{self.folder} is a run of {saved.get('script')}, not of {SCRIPT}")
         for name, value in asdict(self.args).items():
-            before = saved["args"][name]
+            before = saved["args"].get(name, getattr(Args(), name))
             if name not in MAY_CHANGE and before != value:
                 raise RunError(f"{self.folder / file} has {name} {before}, and cannot be resumed with {value}")
 
@@ -857,7 +864,7 @@ class Run:
         if not self.is_over():
             self.save_config("running")
             print(f"{self.folder}: {args.env_id}, {choose_device(args)}, threads: {args.num_threads}", flush=True)
-        self.start_step = self.saved_step = self.global_step
+        self.saved_step = self.global_step
         self.start_time = self.saved_time = time.time()
         bar = tqdm(
             total=args.total_timesteps,
@@ -925,6 +932,7 @@ class Run:
 
     def evaluation_row(self, agent: Agent, number: int) -> dict[str, float]:
         """One evaluation episode, as a row of metrics."""
+        # The 1 makes other seeds than those of the training episodes.
         seed = int(np.random.SeedSequence((self.env_seed, number, 1)).generate_state(1)[0])
         self.eval_returns = [*self.eval_returns, evaluation_return(agent, self.eval_env, seed)][-100:]
         mean = float(np.mean(self.eval_returns))
@@ -968,7 +976,7 @@ class Run:
             self.bar.total = min(self.args.total_timesteps, expected_steps)
 
     def show_progress(self, steps_to_learn: float = 0) -> None:
-        """Moves the bar to the last step that has been learned from."""
+        """Moves the bar to the last step that has been learned from: of a rollout, SAC learns when it is complete."""
         self.bar.update(self.global_step - int(steps_to_learn) - self.bar.n)
         if self.notice:
             tqdm.write(self.notice, file=sys.stderr)

@@ -407,9 +407,7 @@ MADE_BY_HAND = [
     *in_each("episodes are not counted", "run.episode += 1", "pass"),
     # Networks and agents.
     one_change("another scale of the first weights", "ivdqn", "bound = num_inputs**-0.5", "bound = num_outputs**-0.5"),
-    one_change(
-        "the prior is not scaled", "ivdqn", "mean + self.prior_scale * self.prior(x).mT", "mean + self.prior(x).mT"
-    ),
+    one_change("the prior is not scaled", "ivdqn", "mean + self.prior_scale * self.prior(x)", "mean + self.prior(x)"),
     one_change("priors learn", "ivdqn", "num_actions).requires_grad_(False)\n\n", "num_actions)\n\n"),
     one_change(
         "means and variances swapped",

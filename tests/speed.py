@@ -296,12 +296,12 @@ def multiply_adds(name: str, env_id: str, batch_size: int, num_nets: int = 5) ->
 
 def one_by_one(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
     """The products of hidden layers, one network after the other."""
-    return [linear(own_x, own_weight) for own_x, own_weight in zip(x, weight, strict=True)]
+    return [linear(own_x, own_weight.T) for own_x, own_weight in zip(x, weight, strict=True)]
 
 
 def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Those of all networks at once, features before samples."""
-    return torch.bmm(weight, x.transpose(1, 2)).transpose(1, 2)
+    """Those of all networks at once."""
+    return torch.bmm(x, weight)
 
 
 def layer_inputs(width: int, batch_size: int, nets: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,14 +314,14 @@ def layer_inputs(width: int, batch_size: int, nets: int) -> tuple[torch.Tensor, 
 def product_rates(width: int, batch_size: int, nets: int) -> dict[tuple[str, str], float]:
     """Multiply-adds a millisecond of the products of `nets` hidden layers, by precision and form."""
     x, weight = layer_inputs(width, batch_size, nets)
-    x_features_first = x.transpose(1, 2).contiguous().transpose(1, 2)
+    weight_of_linear = weight.mT.contiguous().mT  # as nn.Linear stores it
     size = nets * batch_size * width**2
     calls = int(5e8 / size) + 2
     rates = {}
     for precision in PRECISIONS:
         torch.set_float32_matmul_precision(precision)
-        separate = milliseconds(functools.partial(one_by_one, x, weight), calls)
-        together = milliseconds(functools.partial(batched, x_features_first, weight), calls)
+        separate = milliseconds(functools.partial(one_by_one, x, weight_of_linear), calls)
+        together = milliseconds(functools.partial(batched, x, weight), calls)
         rates[precision, "one by one"] = size / separate
         rates[precision, "batched"] = size / together
     return rates
@@ -330,7 +330,7 @@ def product_rates(width: int, batch_size: int, nets: int) -> dict[tuple[str, str
 def product_error(width: int, batch_size: int, nets: int, precision: str, form: str) -> float:
     """The relative error of these products, beside those in double precision."""
     x, weight = layer_inputs(width, batch_size, nets)
-    exact = torch.bmm(x.double(), weight.double().transpose(1, 2))
+    exact = torch.bmm(x.double(), weight.double())
     torch.set_float32_matmul_precision(precision)
     found = batched(x, weight) if form == "batched" else torch.stack(one_by_one(x, weight))
     return float((found - exact).norm() / exact.norm())

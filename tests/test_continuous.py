@@ -76,7 +76,7 @@ def make_batch(num_nets: int = 5, mask_prob: float = 0.7, seed: int = 0) -> Simp
         "terminated": rng.uniform(0, 1, SIZE) < 0.2,
     }
     batch = SimpleNamespace(**{name: torch.tensor(array).float() for name, array in arrays.items()})
-    batch.mask = torch.tensor(rng.uniform(0, 1, (SIZE, num_nets)) < mask_prob)
+    batch.mask = torch.tensor(rng.uniform(0, 1, (SIZE, num_nets)) < mask_prob).float()
     return batch
 
 
@@ -340,7 +340,8 @@ def test_ucb_chooses_by_mean_and_spread_over_all_critics(module: ModuleType):
         chosen = set()
         for seed in range(30):
             torch.manual_seed(seed)
-            action, member, std = module.ucb_action(agent, observation, 0, args)
+            action, choice = module.ucb_action(agent, observation, 0, args)
+            member = choice["exploration/acting_member"]
             torch.manual_seed(seed)
             actions = agent.actor.sample(x)[0][:, 0].detach()
             scores = []
@@ -351,7 +352,7 @@ def test_ucb_chooses_by_mean_and_spread_over_all_critics(module: ModuleType):
                 scores.append(values.mean() + ucb * values.std())
                 spreads.append(values.std())
             assert member == int(np.argmax(scores))
-            assert std == pytest.approx(spreads[member], rel=1e-3)
+            assert choice["exploration/ucb_std"] == pytest.approx(spreads[member], rel=1e-3)
             assert action.tolist() == pytest.approx(actions[member].tolist())
             chosen.add(member)
         assert len(chosen) > 1
@@ -363,10 +364,10 @@ def test_without_ucb_the_given_member_acts(module: ModuleType):
     agent = make_agent(module, args)
     for member in range(5):
         torch.manual_seed(member)
-        action, acting, _ = module.ucb_action(agent, np.ones(INPUTS), member, args)
+        action, choice = module.ucb_action(agent, np.ones(INPUTS), member, args)
         torch.manual_seed(member)
         expected = agent.actor.sample(torch.ones(1, INPUTS))[0][member, 0]
-        assert acting == member
+        assert choice["exploration/acting_member"] == member
         assert action.tolist() == pytest.approx(expected.tolist())
 
 
@@ -407,7 +408,7 @@ def test_a_members_step_depends_on_its_own_networks_and_mask_only(module: Module
         for parameter in agent.actor.nets[1:].parameters():
             parameter += torch.randn_like(parameter)
         agent.temperature.log_alpha[1:] += 1
-    batch.mask[:, 1:] = ~batch.mask[:, 1:]
+    batch.mask[:, 1:] = 1 - batch.mask[:, 1:]
     update(module, agent, batch, args, noise)
     for name, value in member_state(agent).items():
         assert torch.allclose(value, alone[name], atol=1e-6), name
@@ -426,7 +427,7 @@ def test_each_ensemble_members_step_is_that_of_sac_trained_alone(num_nets: int, 
         single.temperature.log_alpha[0] = agent.temperature.log_alpha[member]
     batch = make_batch(num_nets)
     noise = make_noise(num_nets)
-    kept = batch.mask[:, member]
+    kept = batch.mask[:, member].bool()
     update(ensemble_sac, agent, batch, args, noise)
     alone = SimpleNamespace(**{name: value[kept] for name, value in vars(batch).items()})
     update(sac, single, alone, single_args, noise[:, member, kept])
@@ -483,7 +484,7 @@ def test_the_actor_loss_is_equation_15_and_its_weights_carry_no_gradient(setting
     variance = lower_twins(reference.critic, batch.observation, action)[1]
     loss = 0.0
     for j in range(5):
-        kept = batch.mask[:, j]
+        kept = batch.mask[:, j].bool()
         weight = naive_weights(variance[j][kept], args)
         assert (len(weight.unique()) > 1) == (args.weighting != "l2")  # else no gradient could pass through them
         loss = loss + (weight * (alpha[j] * log_prob[j] - q[j])[kept]).sum()
@@ -527,7 +528,7 @@ def test_the_temperature_moves_towards_the_target_entropy(module: ModuleType):
             update(module, agent, batch, args, noise)
             moved = (agent.temperature.log_alpha.detach() - before).flatten()
             for member in range(num_members(args)):
-                kept = slice(None) if module is sac else batch.mask[:, member]
+                kept = slice(None) if module is sac else batch.mask[:, member].bool()
                 log_prob = squashed(mean, torch.full_like(mean, log_std), noise[1, member])[1][kept]
                 surplus = (-log_prob).mean() - (-ACTIONS)  # of entropy
                 assert surplus.sign() == -direction
@@ -585,7 +586,7 @@ def test_sunrises_critic_loss_is_equation_18_written_naively():
             std = all_next.flatten(0, 1).std(0, unbiased=False)
             weight = torch.sigmoid(-1.5 * std) + 0.5
             for twin in (0, 1):
-                total += (weight * (q[j, twin] - target) ** 2)[batch.mask[:, j]].mean()
+                total += (weight * (q[j, twin] - target) ** 2)[batch.mask[:, j].bool()].mean()
     metrics = update(sunrise, agent, batch, args, noise)
     assert metrics["losses/critic"] == pytest.approx(total.item(), rel=1e-5)
 
@@ -608,7 +609,7 @@ def test_iv_sacs_critic_loss_is_equation_10_written_naively(
         next_mean, next_variance = lower_twins(agent.target_critic, batch.next_observation, action)
         q, log_variance = agent.critic.mean_and_log_variance(batch.observation, batch.action)
         for j in range(5):
-            kept = batch.mask[:, j]
+            kept = batch.mask[:, j].bool()
             alive = (1 - batch.terminated)[kept]
             target = batch.reward[kept] + 0.5 * alive * (next_mean[j] - alpha[j] * log_prob[j])[kept]
             variance = next_variance[j][kept]
@@ -670,8 +671,8 @@ def test_the_metrics_are_these_statistics():
 def test_a_member_without_samples_is_left_out_of_the_mean_effective_batch_size():
     args = make_args(ivsac)
     batch = make_batch()
-    batch.mask[:] = True
-    batch.mask[:, 1] = False
+    batch.mask[:] = 1
+    batch.mask[:, 1] = 0
     metrics = ivsac.ivsac_metrics(*ivsac.ivsac_update(make_agent(ivsac, args), batch, args))
     for name in ("critic", "actor"):
         assert args.mebs_ratio * SIZE * 0.99 <= metrics[f"uncertainty/{name}_effective_batch_size"] <= SIZE
@@ -766,7 +767,8 @@ def recorded_train(module: ModuleType, folder: Path, **settings: Any) -> SimpleN
 
     def act(agent: Any, observation: np.ndarray, *rest: Any) -> Any:
         result = original_act(agent, observation, *rest)
-        action, member = (result, 0) if module is sac else result[:2]
+        action, choice = (result, {"exploration/acting_member": 0}) if module is sac else result
+        member = choice["exploration/acting_member"]
         episode = found.training.episode
         found.acts.append(SimpleNamespace(step=found.run.global_step, episode=episode, action=action, member=member))
         return result

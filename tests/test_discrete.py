@@ -53,7 +53,7 @@ def make_batch(size: int = 32, num_nets: int = 5, mask_prob: float = 0.6, seed: 
         reward=torch.randn(size, generator=generator),
         discount=0.99 ** torch.randint(1, 5, (size,), generator=generator),  # of n-step returns
         terminated=(torch.rand(size, generator=generator) < 0.2).float(),
-        mask=torch.rand(size, num_nets, generator=generator) < mask_prob,
+        mask=(torch.rand(size, num_nets, generator=generator) < mask_prob).float(),
     )
 
 
@@ -155,8 +155,8 @@ def test_a_member_without_samples_is_left_out_of_the_mean_effective_batch_size()
     args = ivdqn.Args()
     network, target_network = make_networks(ivdqn, args)
     batch = make_batch()
-    batch.mask[:] = True
-    batch.mask[:, 3] = False
+    batch.mask[:] = 1
+    batch.mask[:, 3] = 0
     loss, tensors = ivdqn.ivdqn_loss(network, target_network, batch, args)
     assert loss.isfinite()
     size = ivdqn.ivdqn_metrics(loss, tensors)["uncertainty/effective_batch_size"]
@@ -173,7 +173,7 @@ def test_a_members_gradient_depends_on_its_own_parameters_mask_and_target_only(m
     with torch.no_grad():
         for parameter in network.net.parameters():
             parameter[1:] += torch.randn_like(parameter[1:])
-    batch.mask[:, 1:] = ~batch.mask[:, 1:]
+    batch.mask[:, 1:] = 1 - batch.mask[:, 1:]
     after = gradients(module, network, target_network, batch, args)
     for name in before:
         assert torch.allclose(before[name][0], after[name][0], atol=1e-6), name
@@ -192,7 +192,7 @@ def test_each_bootstrap_member_learns_as_a_dqn_trained_alone(member: int):
             for layer in (0, 2, 4):
                 alone.net[layer].weight.copy_(ensemble.net[layer].weight[member])
                 alone.net[layer].bias.copy_(ensemble.net[layer].bias[member, :, 0])
-    kept = batch.mask[:, member]
+    kept = batch.mask[:, member].bool()
     unmasked = SimpleNamespace(**{name: value[kept] for name, value in vars(batch).items()})
     alone = gradients(dqn, single, single_target, unmasked, dqn.Args())
     for layer in (0, 2, 4):
@@ -205,8 +205,8 @@ def test_a_masked_sample_changes_nothing_for_its_member(module: ModuleType, sett
     args = module.Args(**settings)
     network, target_network = make_networks(module, args)
     batch = make_batch()
-    batch.mask[:] = True
-    batch.mask[7, 2] = False
+    batch.mask[:] = 1
+    batch.mask[7, 2] = 0
     before = gradients(module, network, target_network, batch, args)
     batch.reward[7] += 100
     batch.next_observation[7] *= 5
@@ -239,8 +239,8 @@ def test_the_prior_adds_to_the_means_and_not_to_the_variances():
     network = make_agent(ivdqn, args).network
     observation = make_batch().observation
     mean, log_variance = network.mean_and_log_variance(observation)
-    raw = network.net(observation.T.expand(5, -1, -1)).mT
-    assert torch.allclose(mean, raw[..., :ACTIONS] + 10 * network.prior(observation.T.expand(5, -1, -1)).mT)
+    raw = network.net(observation.expand(5, -1, -1))
+    assert torch.allclose(mean, raw[..., :ACTIONS] + 10 * network.prior(observation.expand(5, -1, -1)))
     assert torch.equal(log_variance, raw[..., ACTIONS:])
     assert torch.equal(mean, network(observation))
 
@@ -249,7 +249,7 @@ def test_one_network_has_no_prior():
     for module in (bootstrap_dqn, ivdqn):
         network = make_agent(module, module.Args(num_nets=1, prior_scale=10.0)).network
         observation = make_batch().observation
-        assert torch.equal(network(observation), network.net(observation.T[None]).mT[..., :ACTIONS])
+        assert torch.equal(network(observation), network.net(observation[None])[..., :ACTIONS])
 
 
 def test_an_outlying_state_leaves_the_loss_finite():
@@ -261,7 +261,7 @@ def test_an_outlying_state_leaves_the_loss_finite():
     batch.observation[5] *= 1e4
     batch.terminated[3] = 1
     with torch.no_grad():
-        raw = target_network.net(batch.next_observation.T.expand(5, -1, -1)).mT
+        raw = target_network.net(batch.next_observation.expand(5, -1, -1))
         assert raw[..., ACTIONS:].exp().isinf().any()
     loss, _ = ivdqn.ivdqn_loss(network, target_network, batch, args)
     loss.backward()
@@ -351,7 +351,7 @@ def test_sunrise_and_uwac_weights_by_hand(weighting: str, by_hand):
             batch.reward.numpy() + (batch.discount * (1 - batch.terminated)).numpy() * next_mean[j, range(32), best]
         )
         squares = (mean[j, range(32), batch.action.numpy()] - target) ** 2
-        kept = batch.mask[:, j].numpy()
+        kept = batch.mask[:, j].bool().numpy()
         seen.extend(by_hand(variance))
         total += (by_hand(variance) * squares)[kept].mean()
     assert np.std(seen) > 0.05  # the weights do differ here
@@ -363,7 +363,7 @@ def test_truncation_bootstraps_and_termination_does_not(discrete: ModuleType):
     args = discrete.Args()
     network, target_network = make_networks(discrete, args)
     batch = make_batch()
-    batch.mask[:] = True
+    batch.mask[:] = 1
     losses = {}
     for terminated in (0.0, 1.0):
         batch.terminated[:] = terminated

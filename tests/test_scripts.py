@@ -15,10 +15,10 @@ SCRIPTS = [*DISCRETE, *CONTINUOUS]
 LADDERS = {  # with a little room
     ("dqn", "bootstrap_dqn"): 180,
     ("bootstrap_dqn", "sunrise_dqn"): 75,
-    ("bootstrap_dqn", "ivdqn"): 230,
+    ("bootstrap_dqn", "ivdqn"): 245,
     ("sac", "ensemble_sac"): 200,
     ("ensemble_sac", "sunrise"): 95,
-    ("ensemble_sac", "ivsac"): 280,
+    ("ensemble_sac", "ivsac"): 295,
 }
 SECTIONS = ["networks", "replay buffer", "the agent", "losses", "acting and evaluation", "the loop"]
 MACHINERY = "# Nothing below is about the algorithm"
