@@ -324,8 +324,8 @@ MADE_BY_HAND = [
     one_change(
         "no threshold but the argument",
         "ivdqn",
-        "run.eval_env.spec.reward_threshold if args.solved_at is None else args.solved_at",
-        "args.solved_at",
+        "run.solved_at = run.eval_env.spec.reward_threshold",
+        "pass",
     ),
     # The loop of the SAC family.
     one_change(
@@ -505,46 +505,49 @@ MADE_BY_HAND = [
     one_change(
         "masked samples count in xi",
         "both",
-        "weight = mask / np.maximum(variance + xi, TINY)\n        total",
-        "weight = 1 / np.maximum(variance + xi, TINY)\n        total",
+        "weight = mask / np.maximum(variance + xi, TINY)\n        weight_sum",
+        "weight = 1 / np.maximum(variance + xi, TINY)\n        weight_sum",
     ),
     one_change("three steps of Newton's", "both", "for _ in range(100)", "for _ in range(3)"),
     one_change(
         "Newton's steps end with the first member's", "both", "if not is_short.any():", "if not is_short.all():"
     ),
-    one_change("another slope", "both", "weight - total_square / total", "weight - total / n"),
-    one_change("the sign of the goal", "both", "(goal - total / deviation)", "(goal + total / deviation)"),
+    one_change("another slope", "both", "weight - square_sum / weight_sum", "weight - weight_sum / n"),
+    one_change(
+        "the sign of the goal", "both", "(goal - weight_sum / n_deviations)", "(goal + weight_sum / n_deviations)"
+    ),
     one_change(
         "BIV without xi",
         "both",
-        "mask / np.maximum(variance + xi, TINY)\n    return",
-        "mask / np.maximum(variance, TINY)\n    return",
+        "mask / np.maximum(variance + xi, TINY)\n    weight_sum",
+        "mask / np.maximum(variance, TINY)\n    weight_sum",
     ),
     one_change(
         "BIV of masked samples",
         "both",
-        "mask / np.maximum(variance + xi, TINY)\n    return",
-        "1 / np.maximum(variance + xi, TINY)\n    return",
+        "mask / np.maximum(variance + xi, TINY)\n    weight_sum",
+        "1 / np.maximum(variance + xi, TINY)\n    weight_sum",
     ),
     one_change(
         "BIV without normalisation",
         "both",
-        "return weight / np.maximum(weight.sum(-1, keepdims=True), TINY)",
+        "return weight / np.where(weight_sum > 0, weight_sum, 1)",
         "return weight",
     ),
     one_change(
         "BIV normalised over all members",
         "both",
-        "np.maximum(weight.sum(-1, keepdims=True), TINY)",
-        "np.maximum(weight.sum(), TINY)",
+        "np.where(weight_sum > 0, weight_sum, 1)",
+        "weight.sum()",
     ),
+    one_change("BIV over no sample", "both", "np.where(weight_sum > 0, weight_sum, 1)", "weight_sum"),
     one_change("xi in single precision", "both", "variance.double().cpu()", "variance.cpu()"),
     one_change("a constant xi is ignored", "both", "if args.xi is None:", "if True:"),
     one_change("SUNRISE by the variance", "both", "torch.sigmoid(-variance.sqrt()", "torch.sigmoid(-variance"),
     one_change(
         "SUNRISE the other way around", "both", "torch.sigmoid(-variance.sqrt()", "torch.sigmoid(variance.sqrt()"
     ),
-    one_change("SUNRISE between 0 and 1/2", "both", "args.sunrise_temperature) + 0.5\n", "args.sunrise_temperature)\n"),
+    one_change("SUNRISE between 0 and 1/2", "both", "* temperature) + 0.5\n", "* temperature)\n"),
     one_change("another cap of UWAC", "both", "clamp_max(1.5)", "clamp_max(1.0)"),
     one_change("UWAC by the deviation", "both", "args.uwac_beta / variance", "args.uwac_beta / variance.sqrt()"),
     one_change("no test of the variances", "both", 'require_finite("a variance", variance.cpu())', "pass"),
@@ -609,12 +612,12 @@ MADE_BY_HAND = [
     *in_each("terminal variance the other way around", "if not args.terminal_variance:", "if args.terminal_variance:"),
     *in_each(
         "SUNRISE and UWAC by the target's variance",
-        'target_variance if args.weighting == "biv" else next_variance',
+        'next_variance if args.weighting in ("sunrise", "uwac") else target_variance',
         "target_variance",
     ),
     *in_each(
         "BIV by the prediction's variance",
-        'target_variance if args.weighting == "biv" else next_variance',
+        'next_variance if args.weighting in ("sunrise", "uwac") else target_variance',
         "next_variance",
     ),
     one_change("absolute errors", "ivdqn", "(mean - target) ** 2", "(mean - target).abs()"),
@@ -622,7 +625,7 @@ MADE_BY_HAND = [
         "uniform weights", "ivdqn", "(weight * squared_error).sum()", "(uniform_weights(mask) * squared_error).sum()"
     ),
     *in_each("metrics of members without samples", ".nanmean()", ".mean()"),
-    one_change("the higher twin in targets", "ivsac", "next_q_values.amin(1)", "next_q_values.amax(1)"),
+    one_change("the higher twin in targets", "ivsac", "next_q_values.amin(-2)", "next_q_values.amax(-2)"),
     one_change("no entropy in targets", "ivsac", " - alpha * next_log_prob", ""),
     one_change(
         "terminal states bootstrap",
@@ -637,17 +640,19 @@ MADE_BY_HAND = [
         "predictive_variance(agent.target_critic,",
         "predictive_variance(agent.critic,",
     ),
-    one_change("the variance of the higher twin", "ivsac", "next_q_values.argmin(1)", "next_q_values.argmax(1)"),
-    one_change("the variance of the higher twin, for actors", "ivsac", "= q_values.argmin(1)", "= q_values.argmax(1)"),
+    one_change("the variance of the higher twin", "ivsac", "next_q_values.argmin(-2)", "next_q_values.argmax(-2)"),
+    one_change(
+        "the variance of the higher twin, for actors", "ivsac", "= q_values.argmin(-2)", "= q_values.argmax(-2)"
+    ),
     one_change(
         "actors' weights are uniform",
         "ivsac",
         "(weight * (alpha * log_prob",
         "(uniform_weights(mask) * (alpha * log_prob",
     ),
-    one_change("actors without entropy", "ivsac", "(alpha * log_prob - q_values.amin(1))", "(-q_values.amin(1))"),
+    one_change("actors without entropy", "ivsac", "(alpha * log_prob - q_values.amin(-2))", "(-q_values.amin(-2))"),
     one_change(
-        "actors by the mean of the twins", "ivsac", "log_prob - q_values.amin(1)", "log_prob - q_values.mean(1)"
+        "actors by the mean of the twins", "ivsac", "log_prob - q_values.amin(-2)", "log_prob - q_values.mean(-2)"
     ),
     one_change("a gradient through SUNRISE weights", "ivsac", "    # Line 23.\n", SUNRISE_WITH_GRADIENT),
     one_change("a gradient through UWAC weights", "ivsac", "    # Line 23.\n", UWAC_WITH_GRADIENT),
@@ -669,8 +674,10 @@ MADE_BY_HAND = [
         "alpha by masked samples", "ivsac", "* uniform_weights(mask) * shortfall", "* shortfall / mask.shape[-1]"
     ),
     one_change("alpha is always tuned", "ivsac", "if args.autotune:", "if True:"),
-    one_change("critics do not learn", "ivsac", "agent.critic.requires_grad_(True)", "pass"),
-    one_change("critics get gradients from the actors", "ivsac", "agent.critic.requires_grad_(False)", "pass"),
+    one_change("critics do not learn", "ivsac", "minimize(agent.critic_optimizer, critic_loss)", "pass"),
+    one_change(
+        "critics get gradients from the actors", "ivsac", 'inputs=optimizer.param_groups[0]["params"]', "inputs=None"
+    ),
     one_change("gradients are summed over updates", "ivsac", "    optimizer.zero_grad()\n    loss", "    loss"),
     one_change("a gradient of alpha from the actors", "ivsac", "log_alpha.detach().exp()", "log_alpha.exp()"),
     # Machinery.
@@ -736,7 +743,10 @@ MADE_BY_HAND = [
     one_change("the mean of all evaluations", "machinery", "seed)][-100:]", "seed)]"),
     one_change("checkpoints at each episode", "machinery", "steps >= self.args.checkpoint_every or", "steps >= 1 or"),
     one_change(
-        "the steps between checkpoints start at 0", "machinery", "        self.saved_step = self.global_step\n", ""
+        "the steps between checkpoints start at 0",
+        "machinery",
+        "        self.saved_step = self.global_step\n        self.saved_time = time",
+        "        self.saved_time = time",
     ),
     one_change(
         "nothing is refused as not finite", "machinery", "if not np.isfinite(np.asarray(value)).all():", "if False:"
