@@ -682,7 +682,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         args = asdict(Args())
         for name, value in config["args"].items():
             if name in args:
-                args[name] = tuple(value) if isinstance(value, list) else value  # JSON knows no tuples
+                args[name] = tuple(value) if isinstance(args[name], tuple) else value  # JSON has it as a list
         return config | {"args": args}
 
 
