@@ -81,8 +81,15 @@ class Mutant:
         return hashlib.sha256(f"{self.part} {self.changes}".encode()).hexdigest()[:8]
 
     def is_possible(self, texts: dict[str, str]) -> bool:
-        """Whether the scripts that it is about hold what it changes, once."""
-        return all(texts[name].count(old) == 1 for name in BROKEN[self.part] for old, _ in self.changes)
+        """Whether the scripts that it is about hold what it changes, once, and are Python with the change."""
+        if any(texts[name].count(old) != 1 for name in BROKEN[self.part] for old, _ in self.changes):
+            return False
+        try:
+            for text in self.broken(texts).values():
+                ast.parse(text)
+        except SyntaxError:
+            return False
+        return True
 
     def broken(self, texts: dict[str, str]) -> dict[str, str]:
         """The scripts, with the changes in those that it is about."""
@@ -541,7 +548,15 @@ MADE_BY_HAND = [
         "weight.sum()",
     ),
     one_change("BIV over no sample", "both", "np.where(weight_sum > 0, weight_sum, 1)", "weight_sum"),
-    one_change("xi in single precision", "both", "variance.double().cpu()", "variance.cpu()"),
+    Mutant(
+        "xi in single precision",
+        "both",
+        [
+            ("variance.double().cpu()", "variance.cpu()"),
+            ("mask.double().cpu()", "mask.cpu()"),
+            ("xi = np.zeros((len(variance), 1))", "xi = np.zeros((len(variance), 1), np.float32)"),
+        ],
+    ),
     one_change("a constant xi is ignored", "both", "if args.xi is None:", "if True:"),
     one_change("SUNRISE by the variance", "both", "torch.sigmoid(-variance.sqrt()", "torch.sigmoid(-variance"),
     one_change(
@@ -692,8 +707,8 @@ MADE_BY_HAND = [
         "args.seed",
     ),
     one_change("torch has no seed", "machinery", "torch.manual_seed(args.seed)", "pass"),
-    one_change("no fsync of a file", "machinery", "            os.fsync(file.fileno())\n", ""),
-    one_change("no flush before fsync", "machinery", "            file.flush()\n", ""),
+    one_change("no fsync of a file", "machinery", "os.fsync(file.fileno())", "pass"),
+    one_change("no flush before fsync", "machinery", "file.flush()", "pass"),
     one_change("no fsync of the rows", "machinery", "os.fsync(self.metrics.fileno())", "pass"),
     one_change(
         "a checkpoint written in place",

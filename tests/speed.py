@@ -581,9 +581,9 @@ class Worker:
 
 
 def loop_time(folder: Path, name: str, threads: int) -> float:
-    """Milliseconds a step of a checkout's script, as a person starts it; all actions are random."""
+    """Milliseconds a step of a checkout's script, as a person starts it, with the epsilon of most of the training."""
     steps = {"total-timesteps": 6000, "learning-starts": 1000, "batch-size": 64, "eval-every": 0}
-    rest = {"start-epsilon": 1, "end-epsilon": 1, "num-threads": threads, "run-name": "x"}
+    rest = {"start-epsilon": 0.01, "end-epsilon": 0.01, "num-threads": threads, "run-name": "x"}
     if name not in SINGLE:
         rest["mask-prob"] = 1
     flags = [word for key, value in (steps | rest).items() for word in (f"--{key}", str(value))]
