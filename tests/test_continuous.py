@@ -329,6 +329,19 @@ def test_a_sampled_ensembles_variance_is_that_of_its_means():
     assert torch.allclose(variance, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("module", FAMILY)
+def test_a_gradient_step_is_of_the_optimisers_own_parameters(module: ModuleType):
+    agent = make_agent(module, make_args(module))
+    batch = make_batch()
+    actors = flat(agent.actor)
+    critics = flat(agent.critic)
+    action, _ = agent.actor.sample(batch.observation)
+    module.minimize(agent.actor_optimizer, agent.critic(batch.observation, action).sum())
+    assert not torch.equal(flat(agent.actor), actors)
+    assert torch.equal(flat(agent.critic), critics)
+    assert all(parameter.grad is None for parameter in agent.critic.parameters())
+
+
 # ---------------------------------------------------------------------------- acting
 @pytest.mark.parametrize("module", FAMILY[1:])
 def test_ucb_chooses_by_mean_and_spread_over_all_critics(module: ModuleType):
