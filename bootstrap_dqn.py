@@ -597,7 +597,7 @@ def try_out(env_id: str, args: Args, with_video: bool = False) -> None:
     asked = "run with --capture-video" if with_video else "run"
     with refusing(f"the environment {env_id} cannot be {asked}"):
         env = make_env(env_id, args, with_video)
-        for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's are not
+        for _ in range(3):  # with one seed and the same actions they should be alike; BipedalWalker's third is not
             env.action_space.seed(0)
             observations = [env.reset(seed=0)[0]]
             for _ in range(20):
