@@ -304,11 +304,10 @@ def train(args: Args) -> Path:
                 learning = run.global_step > args.learning_starts and agent.buffer.size > 0
                 if learning and run.global_step % args.train_frequency == 0:
                     batch = agent.buffer.sample(args.batch_size, rng)  # line 10
-                    loss, tensors = dqn_loss(
-                        agent.network, agent.target_network, batch, args
-                    )  # lines 11-17, and the loss of 18
+                    # Lines 11-18: the loss, and a gradient step.
+                    loss, tensors = dqn_loss(agent.network, agent.target_network, batch, args)
                     require_finite("the loss", loss.item())
-                    agent.optimizer.zero_grad()  # line 18: a gradient step
+                    agent.optimizer.zero_grad()
                     loss.backward()
                     if args.max_grad_norm is not None:
                         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)

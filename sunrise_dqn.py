@@ -373,11 +373,10 @@ def train(args: Args) -> Path:
                 learning = run.global_step > args.learning_starts and agent.buffer.size > 0
                 if learning and run.global_step % args.train_frequency == 0:
                     batch = agent.buffer.sample(sample_size, rng)  # line 10
-                    loss, tensors = sunrise_dqn_loss(
-                        agent.network, agent.target_network, batch, args
-                    )  # lines 11-17, and the loss of 18
+                    # Lines 11-18: the loss, and a gradient step for all members.
+                    loss, tensors = sunrise_dqn_loss(agent.network, agent.target_network, batch, args)
                     require_finite("the loss", loss.item())
-                    agent.optimizer.zero_grad()  # line 18: a gradient step for all members
+                    agent.optimizer.zero_grad()
                     loss.backward()
                     if args.max_grad_norm is not None:
                         clip_each_member(parameters, args.max_grad_norm)
