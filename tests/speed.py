@@ -78,7 +78,7 @@ def script_step(name: str, env_id: str, batch_size: int, threads: int) -> float:
             times["end"] = time.perf_counter()
             return super().finish()
 
-    settings = {"rollout_length": 1} if name in CONTINUOUS else {}
+    settings = {"rollout_length": 1} if name in CONTINUOUS else {"start_epsilon": 0.01, "end_epsilon": 0.01}
     if name not in SINGLE:
         settings["mask_prob"] = 1.0
     with (
@@ -113,8 +113,8 @@ def baseline_step(name: str, env_id: str, batch_size: int, threads: int) -> floa
             "target_update_interval": 1,
             "policy_kwargs": {"net_arch": [64, 64]},
             "buffer_size": 100_000,
-            "exploration_initial_eps": 1.0,
-            "exploration_final_eps": 0.99,  # our first episodes are random too
+            "exploration_initial_eps": 0.01,
+            "exploration_final_eps": 0.01,
         }
     model = getattr(stable_baselines3, name.upper())(
         "MlpPolicy",
@@ -253,7 +253,8 @@ def update_parts(name: str, env_id: str, batch_size: int, calls: int) -> dict[st
         (module, "sample_weights", "targets and variance"),
     ]
     if name in DISCRETE:
-        functions.append((agent.target_network, "forward", "targets and variance"))
+        method = "mean_and_log_variance" if name == "ivdqn" else "forward"
+        functions.append((agent.target_network, method, "targets and variance"))
     watch = Stopwatch()
     with contextlib.ExitStack() as patches:
         for owner, attribute, part in functions:
